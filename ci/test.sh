@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# All that must pass before a change lands: lint, format, types, tests with coverage, suites. Stops at the first failure.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash ci/setup.sh
+
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false WANDB_MODE=offline
+bin=.venv/bin
+
+stage() {
+  local name=$1 began=$SECONDS
+  shift
+  printf '\n== %s (at %d s): %s\n' "$name" "$SECONDS" "$*"
+  if "$@"; then
+    printf '== %s passed in %d s\n' "$name" $((SECONDS - began))
+  else
+    local status=$?
+    printf '== %s FAILED in %d s (exit %d)\n' "$name" $((SECONDS - began)) "$status" >&2
+    exit "$status"
+  fi
+}
+
+stage lint "$bin/ruff" check .
+stage format "$bin/ruff" format --check .
+stage types "$bin/mypy"
+stage tests "$bin/python" -m pytest tests -q -n 2 \
+  --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
+stage suites "$bin/python" -m pytest suites -q -n 2
+printf '\n== all passed in %d s\n' "$SECONDS"

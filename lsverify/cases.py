@@ -1,0 +1,141 @@
+"""What the command line and the pytest plugin are asked for, turned into cases: one set of options for both."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from lsverify.errors import InputError
+from lsverify.evidence import RUNGS, CaseConfig
+from lsverify.policies import parse_policy
+
+DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
+DEFAULT_POLICIES = ("exact", "detach")
+DTYPES = ("float64", "float32", "bfloat16", "bfloat16-autocast")
+REFERENCES = ("declared", "full")
+SMOLLM2 = "smollm2-135m"
+# A pretrained model takes seconds for a step: two steps under two optimizers, each also in float64, are asked for by name.
+REQUIRED_OF_TEXT = "gradient"
+TEXT_RESPONSES = (16, 24, 32, 20)
+TEXT_CHUNK = 256
+QUICK = {"prompt_length": 12, "group_size": 2, "response_lengths": (3, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to judge. Empty means the default: four tiny architectures, `exact` and `detach`, oracle precision."""
+
+    archs: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    candidate: str | None = None
+    reference: str = "declared"
+    require: str | None = None
+    dtype: str = "float64"
+    prompt_length: int | None = None
+    group_size: int | None = None
+    response_length: str | None = None
+    objective: str = "grpo"
+    seed: int = 0
+    chunk: int | None = None
+    lora: bool = False
+    quick: bool = False
+
+    def cases(self) -> list[CaseConfig]:
+        """One case per architecture and policy. Raises `InputError`, one line, for a value that is not allowed."""
+        return list(self._cases())
+
+    def _cases(self) -> Iterator[CaseConfig]:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("reference", self.reference, REFERENCES)
+        _one_of("require", self.require or RUNGS[-1], RUNGS)
+        # A candidate claims what it declares; only a policy that the user names is a claim made for it.
+        default = (None,) if self.candidate else DEFAULT_POLICIES
+        policies: tuple[str | None, ...] = self.policies or default
+        for policy in self.policies:
+            parse_policy(policy)
+        for arch in self.archs or DEFAULT_ARCHS:
+            for policy in policies:
+                yield self._case(arch, policy)
+
+    def _case(self, arch: str, policy: str | None) -> CaseConfig:
+        sizes: dict[str, Any] = dict(QUICK) if self.quick else {}
+        asked = {
+            "prompt_length": self.prompt_length,
+            "group_size": self.group_size,
+            "chunk": self.chunk,
+            "response_lengths": _lengths(self.response_length),
+        }
+        if arch == SMOLLM2:
+            sizes = {"response_lengths": TEXT_RESPONSES, "chunk": TEXT_CHUNK} | sizes
+        sizes |= {name: value for name, value in asked.items() if value is not None}
+        try:
+            return CaseConfig(
+                arch=arch,
+                policy=policy,
+                candidate=self.candidate,
+                reference=_literal(self.reference),
+                dtype=self.dtype,
+                objective=self.objective,
+                seed=self.seed,
+                lora=self.lora,
+                require=self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
+                **sizes,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise InputError(f"{name} {first['input']!r} is not allowed: {first['msg']}") from None
+
+
+def _literal(value: str) -> Literal["declared", "full"]:
+    return "full" if value == "full" else "declared"
+
+
+def _lengths(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+        raise InputError(
+            f"response length {text!r} is not allowed: use one length or several as N,N,.. with each 1 or more"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InputError(f"{name} {value!r} is not known: use one of {', '.join(allowed)}")
+
+
+def load_candidate(spec: str) -> Any:
+    """The callable that the user named as MODULE:NAME, from the current directory or what is installed.
+
+    Raises `InputError` when the name is malformed, cannot be imported, or is not callable.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise InputError(f"candidate {spec!r} is not of the form MODULE:NAME, for instance my_path:step")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"candidate {spec!r}: no module {error.name!r} in the current directory or installed"
+        ) from None
+    except AttributeError:
+        raise InputError(f"candidate {spec!r}: module {module_name!r} has no {name!r}") from None
+    except Exception as error:
+        raise InputError(
+            f"candidate {spec!r}: importing it raised {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise InputError(f"candidate {spec!r} is not callable: give (model, problem, objective) -> result")
+    return found

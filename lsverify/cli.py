@@ -1,0 +1,201 @@
+"""The command line: `lsverify gate` and its companions.
+
+Exit codes: 0 every case reached its claim; 1 some did not, or nothing was proven; 2 bad input, said in one line; 3 a
+fault of lsverify itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.exceptions import Abort, TyperException
+
+from lsverify.errors import InputError
+
+app = typer.Typer(
+    name="lsverify",
+    help="Proves or refuses that a long-context GRPO path trains the policy that ordinary GRPO would have trained.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Arch = Annotated[
+    list[str] | None, typer.Option("--arch", help="Tiny architecture, smollm2-135m, or a folder; repeatable.")
+]
+PolicySpec = Annotated[
+    list[str] | None, typer.Option("--policy", help="exact, detach, window:M, tail:K; repeatable.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        from lsverify import __version__
+
+        print(__version__)
+        raise typer.Exit(0)
+
+
+@app.command()
+def gate(
+    arch: Arch = None,
+    policy: PolicySpec = None,
+    candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
+    reference: Annotated[str, typer.Option(help="Hold to the declared reference, or to full autograd.")] = "declared",
+    require: Annotated[str | None, typer.Option(help="Highest rung that must hold.")] = None,
+    dtype: Annotated[str, typer.Option(help="float64 (oracle), float32, bfloat16, bfloat16-autocast.")] = "float64",
+    prompt_length: Annotated[int | None, typer.Option(help="Tokens of the longest prompt.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Responses of the largest group.")] = None,
+    response_length: Annotated[str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn.")] = None,
+    objective: Annotated[str, typer.Option(help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce.")] = "grpo",
+    seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
+    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Folder for receipt.json.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="JUnit XML file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt instead of the table.")] = False,
+    wandb: Annotated[str, typer.Option(help="offline, online or disabled.")] = "disabled",
+    quick: Annotated[bool, typer.Option("--quick", help="The smallest problem that shows anything.")] = False,
+) -> int:
+    """Judge a path on every architecture and policy, rung by rung."""
+    from lsverify.cases import Options
+
+    options = Options(
+        archs=tuple(arch or ()),
+        policies=tuple(policy or ()),
+        candidate=candidate,
+        reference=reference,
+        require=require,
+        dtype=dtype,
+        prompt_length=prompt_length,
+        group_size=group_size,
+        response_length=response_length,
+        objective=objective,
+        seed=seed,
+        chunk=chunk,
+        lora=lora,
+        quick=quick,
+    )
+    return _gate(options, out=out, junit=junit, as_json=as_json, wandb=wandb)
+
+
+def _gate(options: Any, *, out: Path | None, junit: Path | None, as_json: bool, wandb: str) -> int:
+    from lsverify import evidence, report, tracking
+    from lsverify.gate import run_gate
+
+    tracking.check_mode(wandb)
+    notes = report.wide_console(stderr=True)
+
+    def progress(case: str, rung: evidence.Rung) -> None:
+        notes.print(f"{case:32} {rung.name:16} {rung.status:12} {report.number(rung.measure)}", highlight=False)
+
+    cases = run_gate(options, junit=junit, progress=progress)
+    receipt = evidence.Receipt(
+        environment=evidence.environment(), command=tuple(sys.argv[1:]), cases=tuple(cases)
+    )
+    if out is not None:
+        evidence.save(receipt, out / "receipt.json")
+    if as_json:
+        print(evidence.as_json(receipt))
+    else:
+        report.show(cases, report.wide_console())
+    tracking.log(receipt, mode=wandb, folder=out)
+    return evidence.exit_code(cases)
+
+
+@app.command()
+def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> int:
+    """Run every case of a receipt again and compare the numbers to the last bit."""
+    from lsverify import report
+    from lsverify.evidence import exit_code, load
+    from lsverify.repeat import differences, run_again
+
+    before = load(receipt)
+    cases = run_again(before)
+    console = report.wide_console()
+    report.show(cases, console)
+    found = differences(before.cases, cases)
+    for line in found:
+        console.print(line, highlight=False)
+    console.print("every number is the same" if not found else f"{len(found)} numbers differ")
+    return exit_code(cases) or (1 if found else 0)
+
+
+@app.command()
+def inventory(
+    arch: Annotated[str, typer.Argument(help="Tiny architecture, smollm2-135m, or a folder.")],
+    prompt_length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Precision of the state.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
+) -> int:
+    """Show the state that a prompt leaves behind, by layer and kind."""
+    from lsverify.inventory import rows_of, show
+
+    rows = rows_of(arch, prompt_length=prompt_length, dtype=dtype)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows)
+    return 0
+
+
+@app.command()
+def doctor() -> int:
+    """Say what is installed, which devices there are, and what will be skipped and why."""
+    from lsverify import doctor as doctors
+
+    doctors.render(doctors.report())
+    return 0
+
+
+@app.command()
+def schema() -> int:
+    """Print the JSON schema of a receipt."""
+    from lsverify.evidence import schema as receipt_schema
+
+    print(json.dumps(receipt_schema(), indent=1))
+    return 0
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code."""
+    try:
+        result = app(arguments, standalone_mode=False)
+    except InputError as error:
+        return _refuse(str(error))
+    except TyperException as error:
+        if not arguments:
+            return 2  # the help text has been printed
+        text = getattr(error, "format_message", lambda: str(error))()
+        return _refuse(f"{text} (lsverify --help lists what there is)")
+    except (Abort, KeyboardInterrupt):
+        return _refuse("interrupted; nothing half written is left behind")
+    except Exception:
+        traceback.print_exc()
+        print("lsverify: this is a fault of lsverify itself; please report it", file=sys.stderr)
+        return 3
+    return result if isinstance(result, int) else 0
+
+
+def _refuse(line: str) -> int:
+    print(f"lsverify: {' '.join(line.split())}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    main()

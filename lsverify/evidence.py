@@ -1,0 +1,233 @@
+"""The evidence of a run: rungs, statuses, cases, and the receipt that holds the whole truth of it.
+
+A claim holds only if every rung up to the required one holds. Passing must be shown: a rung that compared nothing, or
+did not run, is not a pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lsverify.errors import InputError
+
+SCHEMA_VERSION = 1
+RUNGS = ("objective", "execution", "forward", "gradient", "optimizer_delta")
+Status = Literal[
+    "proven",
+    "proven_zero",
+    "failed",
+    "vacuous",
+    "nondeterministic",
+    "reference_inconsistent",
+    "undecidable",
+    "not_applicable",
+    "derived",
+    "error",
+    "not_run",
+]
+# `undecidable` is given only where values are equal under the reference's decisions; a flip that matters is `failed`.
+HOLDS: frozenset[str] = frozenset({"proven", "proven_zero", "not_applicable", "derived", "undecidable"})
+PACKAGES = ("lsverify", "torch", "transformers", "numpy", "scipy", "peft", "hypothesis", "pytest")
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+
+
+class Rung(_Record):
+    """One equality. `measure` at most `limit` is a pass; both are relative errors unless `detail` says otherwise."""
+
+    name: str
+    status: Status
+    measure: float | None = None
+    limit: float | None = None
+    detail: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.status in HOLDS
+
+
+class Distance(_Record):
+    """How far one gradient is from another, over all parameters; None where a norm is zero."""
+
+    rel_l2: float | None
+    cosine: float | None
+    norm_ratio: float | None
+    worst_parameter: str | None
+    worst_rel_l2: float | None
+
+
+class Parameter(_Record):
+    """One parameter against the claimed reference, with its fused slices; `bias_rel_l2` is to full autograd."""
+
+    name: str
+    status: str
+    rel_l2: float | None
+    cosine: float | None
+    norm_ratio: float | None
+    limit: float | None
+    bias_rel_l2: float | None
+    slices: dict[str, float | None] = Field(default_factory=dict)
+
+
+class CaseConfig(_Record):
+    """Everything that makes a case; a receipt can be run again from this alone.
+
+    `response_lengths` are cycled over the responses of all groups; lengths are in tokens.
+    """
+
+    arch: str
+    policy: str | None = None
+    candidate: str | None = None
+    reference: Literal["declared", "full"] = "declared"
+    dtype: str = "float64"
+    prompt_length: int = Field(default=24, ge=1)
+    group_size: int = Field(default=4, ge=1)
+    response_lengths: tuple[int, ...] = (5, 1, 7, 3)
+    objective: str = "grpo"
+    seed: int = 0
+    chunk: int = Field(default=8, ge=1)
+    lora: bool = False
+    training: bool = True
+    require: str = RUNGS[-1]
+
+
+class CaseReceipt(_Record):
+    """A case and what it proved.
+
+    `gradient` is the distance to the claimed reference, `bias` to full autograd. `paper_gate` is LongStraw's own gate
+    (cosine >= 0.999 and relative L2 <= 0.01) held to full autograd.
+    """
+
+    arch: str
+    policy: str | None
+    candidate: str | None
+    reference: str
+    dtype: str
+    prompt_length: int
+    group_size: int
+    response_lengths: tuple[int, ...]
+    objective: str
+    seed: int
+    rungs: tuple[Rung, ...]
+    gradient: Distance | None
+    bias: Distance | None
+    paper_gate: bool | None
+    parameters: tuple[Parameter, ...]
+    accounting: dict[str, Any]
+    config: CaseConfig
+    problem: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def reached(self) -> bool:
+        """Whether every rung up to the required one holds."""
+        needed = RUNGS[: RUNGS.index(self.config.require) + 1]
+        found = {rung.name: rung for rung in self.rungs}
+        return all(name in found and found[name].holds for name in needed)
+
+
+class Environment(_Record):
+    """Where a run was made: versions by package, threads, platform."""
+
+    python: str
+    platform: str
+    threads: int
+    deterministic: bool
+    packages: dict[str, str]
+
+
+class Receipt(_Record):
+    """`DIR/receipt.json`: numbers at full precision, non-finite ones as the strings NaN, Infinity, -Infinity."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    environment: Environment
+    command: tuple[str, ...]
+    cases: tuple[CaseReceipt, ...]
+
+
+def environment() -> Environment:
+    import torch
+
+    return Environment(
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        threads=torch.get_num_threads(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        packages=dict(_versions(PACKAGES)),
+    )
+
+
+def _versions(names: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for name in names:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+def exit_code(cases: Sequence[CaseReceipt]) -> int:
+    """0: every case reached its claim; 1: some did not, or nothing was run."""
+    return 0 if cases and all(case.reached for case in cases) else 1
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a receipt, as published in docs/receipt.schema.json."""
+    return Receipt.model_json_schema()
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a temporary name, then a rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def as_json(receipt: Receipt) -> str:
+    """The receipt as JSON, floats at full precision."""
+    return json.dumps(_finite(receipt.model_dump(mode="python")), indent=1, allow_nan=False)
+
+
+def save(receipt: Receipt, path: Path) -> None:
+    """Write a receipt. Raises `InputError` when its folder cannot be written to."""
+    try:
+        write(path, as_json(receipt))
+    except OSError as error:
+        raise InputError(f"receipt cannot be written to {str(path)!r} ({error}): choose another --out") from None
+
+
+def load(path: Path) -> Receipt:
+    """Read a receipt. Raises `InputError`, one line, for anything that is not one."""
+    try:
+        return Receipt.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"receipt {str(path)!r} cannot be read ({error}): give a receipt.json") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(
+            f"receipt {str(path)!r} is not valid at {where}: {first['msg']}; "
+            f"give a receipt.json of schema version {SCHEMA_VERSION}"
+        ) from None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: non-finite numbers become strings, which pydantic reads back as numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,216 @@
+"""The ladder: one case judged rung by rung, each an equality, each with evidence taken from outside the path."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lsverify.cases import load_candidate
+from lsverify.compare import Comparison, Limits
+from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung
+from lsverify.ledger import ideal_work, shared
+from lsverify.models import TINY
+from lsverify.observe import Run, recorded, timed, weighed
+from lsverify.oracles import check_objective
+from lsverify.paths import Path, longstraw
+from lsverify.policies import parse_policy
+from lsverify.precision import threads
+from lsverify.referee import MEANINGFUL, Claim, Referee, claim_of
+from lsverify.rungs.execution import execution
+from lsverify.rungs.forward import forward
+from lsverify.rungs.gradient import gradient
+from lsverify.rungs.optimizer_delta import optimizer_delta
+from lsverify.setting import make_setting
+
+
+def judge(config: CaseConfig) -> CaseReceipt:
+    """Run one case through every rung up to the required one and write down what was shown.
+
+    Raises `InputError` for what the user must mend; whatever a path raises is evidence against it.
+    """
+    path = path_of(config)
+    referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
+    with referee.setting.computing(), threads(1 if config.arch in TINY else None):
+        return _judged(config, path, referee)
+
+
+_NOT_OF_THE_SETTING: dict[str, Any] = {
+    "policy": None,
+    "candidate": None,
+    "reference": "declared",
+    "require": RUNGS[-1],
+    "chunk": 1,
+}
+
+
+@functools.lru_cache(maxsize=2)
+def _referee(config: CaseConfig) -> Referee:
+    """Cases that differ only in what is judged share a model, problems and references."""
+    return Referee(make_setting(config))
+
+
+def path_of(config: CaseConfig) -> Path:
+    """The path that a case names: somebody's candidate, or ours with the case's policy."""
+    if config.candidate is not None:
+        candidate: Path = load_candidate(config.candidate)
+        return candidate
+    policy = parse_policy(config.policy or "exact")
+    return functools.partial(longstraw, policy=policy, chunk=config.chunk)
+
+
+def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
+    setting = referee.setting
+    step = (path, setting.model, setting.problem, setting.objective)
+    wanted = RUNGS[: RUNGS.index(config.require) + 1]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = recorded(*step)
+    again, weight = timed(*step), weighed(*step)
+    claim = claim_of(config, run.result, setting.objective)
+    held_to = claim
+    if config.reference == "full":
+        policy = claim.policy and parse_policy("exact")
+        held_to = Claim(label="full", policy=policy, objective=claim.objective)
+    full = Claim(label="full", policy=None, objective=claim.objective)
+    against_claim = referee.compared(held_to, run.gradients)
+    against_full = referee.compared(full, run.gradients)
+    rungs = [_objective(config, referee, claim)]
+    if "execution" in wanted:
+        rungs.append(execution(config, claim, setting.problem, run))
+    if "forward" in wanted:
+        rungs.append(forward(claim, run, referee, functools.partial(recorded, *step)))
+    if "gradient" in wanted:
+        rungs.append(gradient(held_to, run, again, referee, against_claim))
+    if "optimizer_delta" in wanted:
+        rungs.append(_optimizer(path, held_to, referee, run))
+    rungs += [
+        Rung(name=name, status="not_run", detail=f"not asked for: --require {config.require}")
+        for name in RUNGS[len(wanted) :]
+    ]
+    return CaseReceipt(
+        arch=config.arch,
+        policy=config.policy or (claim.policy.spec if claim.policy else None),
+        candidate=config.candidate,
+        reference=held_to.label,
+        dtype=config.dtype,
+        prompt_length=config.prompt_length,
+        group_size=config.group_size,
+        response_lengths=setting.problem.response_lengths,
+        objective=claim.objective.name,
+        seed=config.seed,
+        rungs=tuple(rungs),
+        gradient=_distance(against_claim, run),
+        bias=_distance(against_full, run),
+        paper_gate=None if run.error else against_full.paper_gate,
+        parameters=_parameters(against_claim, against_full),
+        accounting=_accounting(config, referee, claim, run, again, weight),
+        config=config,
+        problem=setting.problem.content_hash(),
+        warnings=(*_loud(referee.limits(held_to), config), *_texts(caught), *_clamped(claim, referee)),
+    )
+
+
+def _objective(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
+    measure, limit, detail = check_objective(claim.objective, referee.setting.problem, config.seed)
+    status = "proven" if measure <= limit else "failed"
+    return Rung(name="objective", status=status, measure=measure, limit=limit, detail=detail)
+
+
+def _optimizer(path: Path, claim: Claim, referee: Referee, run: Run) -> Rung:
+    if run.error is not None:
+        return Rung(name="optimizer_delta", status="not_run", detail="the path raised an error")
+    own = run.result.update if run.result else None
+    try:
+        return optimizer_delta(path, claim, referee, own)
+    except Exception as error:  # the path under test runs in here
+        return Rung(
+            name="optimizer_delta",
+            status="error",
+            detail=f"the path raised {type(error).__name__} in its second step: {error}",
+        )
+
+
+def _distance(comparison: Comparison, run: Run) -> Distance | None:
+    if run.error is not None:
+        return None
+    return Distance(
+        rel_l2=comparison.rel_l2,
+        cosine=comparison.cosine,
+        norm_ratio=comparison.norm_ratio,
+        worst_parameter=comparison.worst_parameter,
+        worst_rel_l2=comparison.worst_rel_l2,
+    )
+
+
+def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
+    bias = {tensor.name: tensor.rel_l2 for tensor in full.tensors}
+    found = [
+        Parameter(
+            name=tensor.name,
+            status=tensor.verdict,
+            rel_l2=tensor.rel_l2,
+            cosine=tensor.cosine,
+            norm_ratio=tensor.norm_ratio,
+            limit=tensor.limit,
+            bias_rel_l2=bias.get(tensor.name),
+            slices={part.slice or "": part.rel_l2 for part in tensor.parts},
+        )
+        for tensor in claimed.tensors
+    ]
+    found += [
+        Parameter(
+            name=finding.name,
+            status=finding.kind,
+            rel_l2=None,
+            cosine=None,
+            norm_ratio=None,
+            limit=None,
+            bias_rel_l2=None,
+        )
+        for finding in claimed.findings
+    ]
+    return tuple(found)
+
+
+def _accounting(
+    config: CaseConfig, referee: Referee, claim: Claim, run: Run, again: Run, weight: Run
+) -> dict[str, Any]:
+    """Measured beside what shapes ask for; tokens counted at the embedding, bytes at the allocator, time in seconds."""
+    prompts, full = shared(referee.setting.problem), referee.full_cost
+    policy = claim.policy
+    return {
+        "tokens_forwarded": run.tokens.total,
+        "tokens_under_autograd": run.tokens.grad,
+        "tokens_ideal": ideal_work("longstraw", prompts, policy).tokens if policy else None,
+        "tokens_full": ideal_work("full_serial", prompts).tokens,
+        "live_bytes_peak": weight.live_bytes_peak,
+        "live_bytes_peak_full": full.live_bytes_peak,
+        "threads": torch.get_num_threads(),
+        "seconds": again.seconds,
+        "seconds_full": full.seconds,
+    }
+
+
+def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:
+    """Says so when the precision is too coarse for the comparison to mean anything."""
+    above = {name: limit.value for name, limit in limits.per_tensor.items() if limit.value > MEANINGFUL}
+    if above:
+        worst = max(above, key=lambda name: above[name])
+        yield (
+            f"{config.dtype} IS TOO COARSE: {len(above)} of {len(limits.per_tensor)} limits are above "
+            f"{MEANINGFUL} (worst {above[worst]:.2g}, {worst}); a pass shows little, use float64"
+        )
+
+
+def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
+    return sorted({f"{w.category.__name__}: {w.message}" for w in caught})
+
+
+def _clamped(claim: Claim, referee: Referee) -> Iterable[str]:
+    lengths = referee.setting.problem.prompt_lengths
+    if claim.policy is not None and any(claim.policy.clamped(length) for length in lengths):
+        yield f"policy {claim.policy.spec} reaches beyond a prompt of {min(lengths)} tokens and was clamped to it"

@@ -1,0 +1,134 @@
+"""One run of a path, recorded from outside: gradients, log-probs, decisions, forwarded tokens, side effects."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lsverify.errors import InputError, NotShareable, StalePromptState
+from lsverify.memory import LiveBytes
+from lsverify.objective import Objective
+from lsverify.paths import Path, StepResult
+from lsverify.problems import Problem
+from lsverify.references import Gradients, take_gradients
+from lsverify.trace import Choice, Place, Site, Trace
+from lsverify.untouched import Untouched
+from lsverify.watch import Tokens, Watch
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one call of a path left behind. `error` is the exception it raised, if any."""
+
+    result: StepResult | None = None
+    gradients: Gradients = field(default_factory=dict)
+    trace: Trace | None = None
+    watch: Watch | None = None
+    changes: list[str] = field(default_factory=list)
+    error: Exception | None = None
+    seconds: float = 0.0
+    live_bytes_peak: int | None = None
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.watch.tokens() if self.watch else Tokens()
+
+
+def recorded(
+    path: Path,
+    model: nn.Module,
+    problem: Problem,
+    objective: Objective,
+    *,
+    forced: Mapping[tuple[Site, Place], Choice] | None = None,
+    keep_values: bool = False,
+) -> Run:
+    """Run the path once with every instrument on."""
+    trace = Trace(
+        model,
+        problem,
+        temperature=objective.temperature,
+        forced=forced,
+        keep_values=keep_values,
+    )
+    run = Run(trace=trace, watch=Watch(model))
+    content = problem.content_hash()
+    with unchanged(model, run):
+        _call(run, path, model, problem, objective, [run.watch, trace])
+    if problem.content_hash() != content:
+        run.changes.append("the problem's own tensors were written to")
+    return run
+
+
+def timed(path: Path, model: nn.Module, problem: Problem, objective: Objective) -> Run:
+    """Run the path once with no instrument on but a clock (`seconds`)."""
+    run = Run()
+    with unchanged(model, run):
+        _call(run, path, model, problem, objective, [])
+    return run
+
+
+def weighed(path: Path, model: nn.Module, problem: Problem, objective: Objective) -> Run:
+    """Run the path once under the memory tracker: `live_bytes_peak` over what was alive before."""
+    run, live = Run(), LiveBytes()
+    with unchanged(model, run):
+        _call(run, path, model, problem, objective, [live])
+    run.live_bytes_peak = live.peak
+    return run
+
+
+def _call(
+    run: Run,
+    path: Path,
+    model: nn.Module,
+    problem: Problem,
+    objective: Objective,
+    instruments: list[Any],
+) -> None:
+    with ExitStack() as stack:
+        for instrument in instruments:
+            stack.enter_context(instrument)
+        start = time.perf_counter()
+        try:
+            run.result = path(model, problem, objective)
+        except (StalePromptState, NotShareable) as error:
+            run.error = error
+        except InputError:  # the user's to mend, whoever noticed it
+            raise
+        except Exception as error:  # whatever else a path raises is evidence about the path
+            run.error = error
+        run.seconds = time.perf_counter() - start
+
+
+@contextmanager
+def unchanged(model: nn.Module, run: Run) -> Iterator[None]:
+    """Note what a step changed in the model, take its gradients, and put weights and buffers back."""
+    take_gradients(model)
+    before = weights_of(model)
+    state = Untouched(model)
+    try:
+        yield
+    finally:
+        run.changes += state.changes()
+        run.gradients = take_gradients(model)
+        restore(model, before)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers by name."""
+    both = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in both}
+
+
+@torch.no_grad()
+def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights back where they differ from what the model holds."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in weights and not torch.equal(tensor, weights[name]):
+            tensor.copy_(weights[name])

@@ -1,0 +1,135 @@
+"""Precision: oracle float64, float32, and bfloat16 as users train.
+
+Model code casts to float32 on purpose (norms, softmax, routers), which leaves a floor near 1e-7 even when every weight
+is float64. `oracle` turns each request for float32 made inside the model's forward pass into float64; the floor falls to
+1e-15. Nothing outside a forward pass is touched: a candidate's own casts stay the candidate's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lsverify.errors import InputError
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bfloat16-autocast": torch.float32,
+}
+
+
+def weight_dtype(name: str) -> torch.dtype:
+    """The dtype of the weights under a precision. Raises `InputError` for an unknown name."""
+    if name not in DTYPES:
+        raise InputError(f"dtype {name!r} is not known: use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+class _Promoting(TorchFunctionMode):
+    """Reads every request for float32 as one for float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.float:
+            return args[0].to(torch.float64)
+        args = tuple(_promoted(arg) for arg in args)
+        return func(*args, **{name: _promoted(value) for name, value in (kwargs or {}).items()})
+
+
+def _promoted(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def computing(model: nn.Module, dtype: str) -> Iterator[None]:
+    """Inside, `model`'s forward passes run in the named precision; outside a forward pass nothing changes.
+
+    float64 promotes the model code's own float32 casts; bfloat16-autocast runs float32 weights under autocast; the
+    others leave the model as it is.
+    """
+    mode = _Once(_mode(model, dtype))
+    # A checkpointed layer is recomputed during backward, outside the model's own forward: so layers are wrapped too.
+    entrances = {id(m): m for m in (model, _backbone(model)) if m is not None}
+    entrances |= {id(m): m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    for module in entrances.values():
+        module.forward = _within(mode, module.forward)
+    try:
+        yield
+    finally:
+        for module in entrances.values():
+            del module.forward
+
+
+def _mode(model: nn.Module, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
+    weight_dtype(dtype)
+    if dtype == "float64":
+        return _Promoting
+    if dtype == "bfloat16-autocast":
+        device = next(model.parameters()).device.type
+        return lambda: torch.autocast(device, torch.bfloat16, cache_enabled=False)
+    return nullcontext
+
+
+def _backbone(model: nn.Module) -> nn.Module | None:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(inner, getattr(inner, "base_model_prefix", ""), None)
+
+
+class _Once:
+    """Enters a mode at the outermost of nested calls only: stacked modes would do the same work several times."""
+
+    def __init__(self, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._mode, self._inside = mode, False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            with self._mode():
+                yield
+        finally:
+            self._inside = False
+
+
+def _within(mode: Callable[[], AbstractContextManager[Any]], forward: Any) -> Any:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with mode():
+            return forward(*args, **kwargs)
+
+    return wrapped
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Torch's thread count inside the context; None leaves it. Tiny tensors lose time to threads that wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Torch's deterministic algorithms, for as long as the context lasts."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

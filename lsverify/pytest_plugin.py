@@ -1,0 +1,149 @@
+"""The pytest plugin: suites written against the `evidence` fixture run on every case that the options name.
+
+Loaded by pytest in every project where lsverify is installed, so nothing heavy is imported before a case runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from lsverify.cases import Options
+    from lsverify.evidence import CaseConfig, CaseReceipt, Rung
+
+
+JUDGED = pytest.StashKey[dict[Any, "Evidence"]]()
+TROUBLE = pytest.StashKey[Exception]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lsverify", "gradient parity of a GRPO step")
+    several = {"action": "append", "default": []}
+    group.addoption("--lsv-arch", metavar="NAME", help="architecture; repeat for several", **several)
+    group.addoption("--lsv-policy", metavar="SPEC", help="detach policy; repeat for several", **several)
+    group.addoption("--lsv-candidate", metavar="MODULE:NAME", help="judge this path instead of ours")
+    group.addoption("--lsv-reference", default="declared", help="declared or full")
+    group.addoption("--lsv-require", metavar="RUNG", help="highest rung asked for")
+    group.addoption("--lsv-dtype", default="float64")
+    group.addoption("--lsv-prompt-length", type=int)
+    group.addoption("--lsv-group-size", type=int)
+    group.addoption("--lsv-response-length", metavar="N,N,..")
+    group.addoption("--lsv-objective", default="grpo")
+    group.addoption("--lsv-seed", type=int, default=0)
+    group.addoption("--lsv-chunk", type=int)
+    group.addoption("--lsv-lora", action="store_true", help="train adapters only")
+    group.addoption("--lsv-quick", action="store_true", help="the smallest problem that shows anything")
+
+
+def options_of(config: pytest.Config) -> Options:
+    """The cases' options as given to pytest."""
+    from lsverify.cases import Options
+
+    get = config.getoption
+    return Options(
+        archs=tuple(get("--lsv-arch")),
+        policies=tuple(get("--lsv-policy")),
+        candidate=get("--lsv-candidate"),
+        reference=get("--lsv-reference"),
+        require=get("--lsv-require"),
+        dtype=get("--lsv-dtype"),
+        prompt_length=get("--lsv-prompt-length"),
+        group_size=get("--lsv-group-size"),
+        response_length=get("--lsv-response-length"),
+        objective=get("--lsv-objective"),
+        seed=get("--lsv-seed"),
+        chunk=get("--lsv-chunk"),
+        lora=get("--lsv-lora"),
+        quick=get("--lsv-quick"),
+    )
+
+
+def as_arguments(options: Options) -> list[str]:
+    """The same options as pytest arguments: the inverse of `options_of`."""
+    arguments = [f"--lsv-arch={arch}" for arch in options.archs]
+    arguments += [f"--lsv-policy={policy}" for policy in options.policies]
+    for name in (
+        "candidate",
+        "reference",
+        "require",
+        "dtype",
+        "prompt_length",
+        "group_size",
+        "response_length",
+        "objective",
+        "seed",
+        "chunk",
+    ):
+        value = getattr(options, name)
+        if value is not None:
+            arguments.append(f"--lsv-{name.replace('_', '-')}={value}")
+    return arguments + [f"--lsv-{flag}" for flag in ("lora", "quick") if getattr(options, flag)]
+
+
+class Evidence:
+    """A case, judged when first asked; `require` fails the test unless the rung holds."""
+
+    def __init__(self, config: CaseConfig, stash: pytest.Stash) -> None:
+        self.config = config
+        self._stash = stash
+        self._receipt: CaseReceipt | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the case has been judged."""
+        return self._receipt is not None
+
+    @property
+    def receipt(self) -> CaseReceipt:
+        """The case's receipt. Bad input, or a fault of lsverify itself, ends the whole run."""
+        if self._receipt is None:
+            from lsverify.errors import InputError
+            from lsverify.ladder import judge
+
+            try:
+                self._receipt = judge(self.config)
+            except Exception as error:
+                self._stash[TROUBLE] = error
+                code = 2 if isinstance(error, InputError) else 3
+                pytest.exit(f"lsverify: {type(error).__name__}: {error}", returncode=code)
+        return self._receipt
+
+    def require(self, name: str) -> Rung:
+        """The rung of this name. Fails, with its detail, when it does not hold; one not asked for is let be."""
+        from lsverify.evidence import RUNGS
+
+        rung = next((rung for rung in self.receipt.rungs if rung.name == name), None)
+        asked = RUNGS.index(name) <= RUNGS.index(self.config.require)
+        if rung is None or (asked and not rung.holds):
+            status = rung.status if rung else "missing"
+            pytest.fail(f"{name}: {status}. {rung.detail if rung else ''}", pytrace=False)
+        return rung
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "evidence" not in metafunc.fixturenames:
+        return
+    from lsverify.errors import InputError
+
+    try:
+        cases = options_of(metafunc.config).cases()
+    except InputError as error:
+        raise pytest.UsageError(str(error)) from None
+    metafunc.parametrize("evidence", cases, indirect=True, scope="session", ids=case_id)
+
+
+def case_id(case: CaseConfig) -> str:
+    """A case's name in test ids and tables."""
+    return f"{case.arch}-{case.candidate or ''}{case.policy or ''}"
+
+
+@pytest.fixture(scope="session")
+def evidence(request: pytest.FixtureRequest) -> Evidence:
+    """The evidence of one case (see `lsverify.evidence`), computed once for all suites that ask."""
+    stash: dict[Any, Evidence] = request.config.stash.setdefault(JUDGED, {})
+    config = request.param
+    if config not in stash:
+        stash[config] = Evidence(config, request.config.stash)
+    return stash[config]

@@ -1,0 +1,174 @@
+"""The referee of one setting: the references a claim is held to, each computed once, at oracle and native precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lsverify.compare import Comparison, Limits, compare, measured_limits
+from lsverify.errors import InputError
+from lsverify.evidence import CaseConfig
+from lsverify.objective import Objective
+from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
+from lsverify.paths import StepResult, full_autograd
+from lsverify.policies import Policy, parse_policy
+from lsverify.precision import weight_dtype
+from lsverify.problems import Problem
+from lsverify.references import Gradients, Reference, full_reference, stopped_reference
+from lsverify.setting import Setting
+from lsverify.slices import Slice, fused_slices
+
+# Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
+FACTOR = 8.0
+CAPS = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
+# LongStraw's own limit on relative L2. A comparison that cannot resolve it is called out.
+MEANINGFUL = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a path's gradient is said to equal.
+
+    `label` is the reference in the receipt's words; `policy` None stands for full autograd without any sharing.
+    """
+
+    label: str
+    policy: Policy | None
+    objective: Objective
+
+    def stop(self, prompt_length: int) -> int:
+        """Prompt tokens before this position count as constant."""
+        return 0 if self.policy is None else self.policy.stop(prompt_length)
+
+    @property
+    def shares(self) -> bool:
+        """Whether the claim says that responses share the prompt's computation."""
+        return self.policy is not None
+
+
+def claim_of(config: CaseConfig, result: StepResult | None, objective: Objective) -> Claim:
+    """The claim of a case: what the user names, else what the candidate declares, else full autograd.
+
+    Raises `InputError` when the declared reference is no policy.
+    """
+    declared = config.policy or (result.reference if result else None) or "full"
+    policy = None if declared == "full" else parse_policy(declared)
+    label = "full" if policy is None else policy.reference
+    used = result.objective if result and result.objective else objective
+    return Claim(label=label, policy=policy, objective=used)
+
+
+@dataclass(eq=False)
+class Referee:
+    """Answers what the references are at the setting's weights; see `Claim` for what they are references of."""
+
+    setting: Setting
+    _memo: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.start = weights_of(self.setting.model)
+
+    @cached_property
+    def full_run(self) -> Run:
+        """Full autograd in the case's own precision, recorded: its decisions and values are what a path must match."""
+        return recorded(full_autograd, self.setting.model, self.setting.problem, self.setting.objective)
+
+    @cached_property
+    def full_cost(self) -> Run:
+        """Full autograd once without instruments and once weighed: seconds and peak bytes."""
+        arguments = (full_autograd, self.setting.model, self.setting.problem, self.setting.objective)
+        run = timed(*arguments)
+        run.live_bytes_peak = weighed(*arguments).live_bytes_peak
+        return run
+
+    def oracle(self, claim: Claim) -> Reference:
+        """The claimed reference in float64."""
+        return self._reference(self.setting.oracle, claim, self.setting.problem, "oracle")
+
+    def native(self, claim: Claim) -> Reference:
+        """The claimed reference in the case's own precision."""
+        if self.setting.oracle is self.setting.model:
+            return self.oracle(claim)
+        return self._reference(self.setting.model, claim, self.setting.problem, "native")
+
+    def _reference(self, model: nn.Module, claim: Claim, problem: Problem, side: str) -> Reference:
+        stops = tuple(claim.stop(length) for length in problem.prompt_lengths)
+        key = (side, stops, claim.objective)
+        if key not in self._memo:
+            self._memo[key] = self._computed(model, claim, problem)
+        found: Reference = self._memo[key]
+        return found
+
+    def _computed(self, model: nn.Module, claim: Claim, problem: Problem) -> Reference:
+        if all(claim.stop(length) == 0 for length in problem.prompt_lengths):
+            return full_reference(model, problem, claim.objective)
+        stopped = stopped_reference(model, problem, claim.objective, claim.stop)
+        self._memo["sum", id(stopped.response)] = stopped.total()
+        return stopped.response
+
+    def total(self, claim: Claim) -> Gradients | None:
+        """Response term plus state term of a stopped reference; None where the claim is `full` itself."""
+        found: Gradients | None = self._memo.get(("sum", id(self.oracle(claim))))
+        return found
+
+    def gradient_at(self, weights: Mapping[str, Tensor], claim: Claim, problem: Problem) -> Gradients:
+        """The claimed reference's gradient in float64 at other weights, on another problem."""
+        oracle = self.setting.oracle
+        before = weights_of(oracle)
+        try:
+            restore(oracle, weights)
+            return self._computed(oracle, claim, problem).gradients
+        finally:
+            restore(oracle, before)
+
+    def compared(self, claim: Claim, actual: Gradients, limits: Limits | None = None) -> Comparison:
+        """A gradient against the claimed reference, each tensor and slice within its limit."""
+        expected = self.oracle(claim).gradients
+        return compare(
+            as_dtype(expected, actual), actual, limits=limits or self.limits(claim), slices=self.slices
+        )
+
+    def limits(self, claim: Claim) -> Limits:
+        """1e-12 at oracle precision; elsewhere measured from what the precision does to the reference itself."""
+        dtype = weight_dtype(self.setting.config.dtype)
+        if dtype == torch.float64:
+            return Limits()
+        return self.measured(self.oracle(claim).gradients, self.native(claim).gradients)
+
+    def measured(self, oracle: Gradients, native: Gradients) -> Limits:
+        """Limits for the case's precision from one quantity computed in it and in float64."""
+        floor = floor_dtype(self.setting.config.dtype)
+        return measured_limits(
+            as_dtype(oracle, native),
+            native,
+            factor=FACTOR,
+            cap=CAPS[floor],
+            dtype=floor,
+            slices=self.slices,
+        )
+
+    @cached_property
+    def slices(self) -> dict[str, list[Slice]]:
+        model = self.setting.model
+        shapes = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+        tokens = [self.setting.problem.tokens(i)[:-1] for i in range(len(self.setting.problem))]
+        seen = torch.cat(tokens).unique().tolist()
+        return fused_slices(shapes, model.config, seen_tokens=seen)
+
+
+def floor_dtype(name: str) -> torch.dtype:
+    """The dtype whose rounding sets the floor of a precision (autocast rounds to bfloat16)."""
+    return torch.bfloat16 if name.startswith("bfloat16") else weight_dtype(name)
+
+
+def as_dtype(expected: Gradients, actual: Gradients) -> Gradients:
+    """The oracle's gradients under the dtypes of what is compared with them, so that only real changes of dtype count.
+
+    Values stay float64: a reference is not rounded before it is compared.
+    """
+    return expected

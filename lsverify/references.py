@@ -1,0 +1,227 @@
+"""The references that a path is held to, and what the references themselves are held to.
+
+`full` is full autograd, serial and unpadded. `stopped` evaluates the prompt up to a stop position with one copy of the
+parameters and everything after it with another, in one ordinary graph with nothing detached: the second copy's
+gradient is the response term, the first copy's the state term. It shares the cache with the path, so it counts only
+where the two copies sum to `full`, which uses no cache; `split_gradient` gives the same two terms without a cache for
+models whose keys and values are made token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lsverify.cache import new_cache
+from lsverify.objective import Objective, Plan, Scores, prepare
+from lsverify.paths import full_autograd, full_logits
+from lsverify.problems import Problem
+from lsverify.prompt import keep_logits, unwrapped
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A gradient by parameter name (None: the parameter is not reached), the loss, and log-probs [R_i]."""
+
+    gradients: Gradients
+    loss: float
+    log_probs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped:
+    """The two terms of the full gradient when the prompt is cut at a stop position."""
+
+    response: Reference
+    state: Gradients
+
+    def total(self) -> Gradients:
+        """Response term plus state term: must equal `full`."""
+        return {name: _sum(g, self.state[name]) for name, g in self.response.gradients.items()}
+
+
+def take_gradients(model: nn.Module) -> Gradients:
+    """Every trainable parameter's gradient by name, taken out of the model (`.grad` is None afterwards)."""
+    taken: Gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            taken[name] = parameter.grad
+        parameter.grad = None
+    return taken
+
+
+def full_reference(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> Reference:
+    """Full autograd, one unpadded response at a time."""
+    take_gradients(model)
+    result = full_autograd(model, problem, objective)
+    assert result.log_probs is not None
+    return Reference(gradients=take_gradients(model), loss=result.loss, log_probs=result.log_probs)
+
+
+def stopped_reference(
+    model: nn.Module,
+    problem: Problem,
+    objective: Objective,
+    stop: Callable[[int], int],
+    scores: Scores | None = None,
+) -> Stopped:
+    """The gradient with prompt tokens before `stop(P)` held constant, and the part this leaves out."""
+    constant, live = _copy(model), _copy(model)
+    plan = prepare(objective, problem, scores or Scores())
+
+    def logits(i: int) -> Tensor:
+        tokens, cut = problem.tokens(i)[:-1], stop(len(problem.prompt(i)))
+        cache = new_cache(unwrapped(model).config)
+        positions = torch.arange(len(tokens))
+        length = len(problem.responses[i].tokens)
+        pieces = [(constant, slice(0, cut), 1), (live, slice(cut, None), length)]
+        output: Any = None
+        for weights, piece, keep in pieces:
+            if len(tokens[piece]):
+                arguments = {
+                    "input_ids": tokens[None, piece],
+                    "position_ids": positions[None, piece],
+                    "cache": cache,
+                    "use_cache": True,
+                    **keep_logits(model, keep),
+                }
+                output = functional_call(model, weights, args=(), kwargs=arguments)
+        kept: Tensor = output.logits[0, -length:]
+        return kept
+
+    response = _accumulated(plan, len(problem), logits, live)
+    return Stopped(response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad})
+
+
+def split_gradient(
+    model: nn.Module, problem: Problem, objective: Objective, stop: Callable[[int], int]
+) -> Stopped:
+    """The same two terms from one uncached forward pass per response: a witness without any cache.
+
+    Each module that holds parameters is evaluated with one copy at positions before the stop and with the other from
+    there on. Valid where such modules work token by token on [1, T, ...] and keys and values are cached as they come
+    out of them; not for latent attention, which expands cached latents anew, nor for convolutions, scans and experts.
+    """
+    constant, live = _copy(model), _copy(model)
+    plan = prepare(objective, problem, Scores())
+
+    def logits(i: int) -> Tensor:
+        tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
+        with _split_modules(model, constant, live, stop(len(problem.prompt(i)))):
+            positions = torch.arange(len(tokens))[None]
+            output = model(input_ids=tokens[None], position_ids=positions, use_cache=False)
+        kept: Tensor = output.logits[0, -length:]
+        return kept
+
+    response = _accumulated(plan, len(problem), logits, live)
+    return Stopped(response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad})
+
+
+@contextmanager
+def _split_modules(
+    model: nn.Module, constant: Mapping[str, Tensor], live: Mapping[str, Tensor], stop: int
+) -> Iterator[None]:
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    holders = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+
+    def split(module: nn.Module) -> Any:
+        own = {name: canonical[id(p)] for name, p in module.named_parameters(recurse=False)}
+        forward, names = type(module).forward, list(own)
+
+        def run(weights: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+            saved = {name: module._parameters[name] for name in names}
+            for name in names:
+                module._parameters[name] = weights[own[name]]  # type: ignore[assignment]
+            try:
+                out: Tensor = forward(module, inputs)
+            finally:
+                module._parameters.update(saved)
+            return out
+
+        def both(inputs: Tensor) -> Tensor:
+            if stop == 0:
+                return run(live, inputs)
+            return torch.cat([run(constant, inputs[:, :stop]), run(live, inputs[:, stop:])], dim=1)
+
+        return both
+
+    for module in holders:
+        module.forward = split(module)
+    try:
+        yield
+    finally:
+        for module in holders:
+            del module.forward
+
+
+def _copy(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: p.detach().clone().requires_grad_(p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+
+
+def _accumulated(
+    plan: Plan, count: int, logits: Callable[[int], Tensor], weights: Mapping[str, Tensor]
+) -> Reference:
+    loss, log_probs = 0.0, []
+    for i in range(count):
+        member = plan.member(i, logits(i))
+        member.loss.backward()
+        loss += member.loss.detach().item()
+        log_probs.append(member.logp.detach())
+    gradients = {name: p.grad for name, p in weights.items() if p.requires_grad}
+    return Reference(gradients=gradients, loss=loss, log_probs=tuple(log_probs))
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
+
+
+@torch.no_grad()
+def central_difference(
+    model: nn.Module,
+    problem: Problem,
+    objective: Objective,
+    direction: Mapping[str, Tensor],
+    steps: Sequence[float] = (1e-3, 5e-4, 2.5e-4),
+) -> tuple[float, float]:
+    """The loss's derivative along `direction` (by parameter name) at the current parameters, and its error estimate.
+
+    Central differences at shrinking steps, extrapolated to step 0 (Richardson); the error estimate is the last
+    correction. The parameters are restored exactly.
+    """
+    plan = prepare(objective, problem, Scores())
+    parameters = dict(model.named_parameters())
+    before = {name: parameters[name].clone() for name in direction}
+
+    def loss_at(step: float) -> float:
+        for name, along in direction.items():
+            parameters[name].copy_(before[name] + step * along)
+        return sum(
+            plan.member(i, full_logits(model, problem, i)).loss.detach().item() for i in range(len(problem))
+        )
+
+    try:
+        row = [(loss_at(h) - loss_at(-h)) / (2 * h) for h in steps]
+    finally:
+        for name in direction:
+            parameters[name].copy_(before[name])
+    correction = abs(row[-1] - row[0])
+    for power in range(1, len(steps)):
+        better = [fine + (fine - coarse) / (4**power - 1) for coarse, fine in zip(row, row[1:], strict=False)]
+        correction = abs(better[-1] - row[-1])
+        row = better
+    return row[-1], correction

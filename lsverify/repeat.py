@@ -1,0 +1,44 @@
+"""A receipt run again: the same cases from their configs alone, compared number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lsverify.evidence import CaseReceipt, Receipt
+from lsverify.ladder import judge
+
+# Time differs from run to run; everything else is to repeat to the bit.
+TIMES = ("seconds", "seconds_full")
+
+
+def run_again(receipt: Receipt) -> list[CaseReceipt]:
+    """Judge every case of a receipt from its config. Raises `InputError` for what cannot be built here."""
+    return [judge(case.config) for case in receipt.cases]
+
+
+def differences(before: Sequence[CaseReceipt], after: Sequence[CaseReceipt]) -> list[str]:
+    """One line for each value that is not the same in both; empty when all are."""
+    found: list[str] = []
+    for old, new in zip(before, after, strict=True):
+        name = " ".join(filter(None, (old.arch, old.candidate, old.policy)))
+        a, b = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+        found += [
+            f"{name}: {key} was {a.get(key)} and is {b.get(key)}"
+            for key in sorted(a.keys() | b.keys())
+            if key.rpartition(".")[2] not in TIMES and a.get(key) != b.get(key)
+        ]
+    return found
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        pairs = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(index), item) for index, item in enumerate(value)]
+    else:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for key, item in pairs:
+        flat |= _flat(item, f"{path}.{key}" if path else key)
+    return flat

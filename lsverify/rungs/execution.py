@@ -1,0 +1,79 @@
+"""`execution`: the path did what its claim says, seen from hooks of ours, and left nothing behind but `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lsverify.evidence import CaseConfig, Rung
+from lsverify.ledger import expected_schedule, ideal_work, shared
+from lsverify.observe import Run
+from lsverify.problems import Problem
+from lsverify.referee import Claim
+
+
+def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Rung:
+    """Forward passes as scheduled (ours) or enough and not too many (a candidate's); weights and all else untouched."""
+    if run.error is not None:
+        kind = type(run.error).__name__
+        return Rung(name="execution", status="error", detail=f"the path raised {kind}: {run.error}")
+    if run.tokens.total == 0:
+        return Rung(
+            name="execution",
+            status="vacuous",
+            detail="no token was forwarded through the model: the path never entered it",
+        )
+    faults = [*_side_effects(run)]
+    faults += _schedule(config, claim, problem, run) if config.candidate is None else _sharing(claim, problem, run)
+    tokens = run.tokens
+    seen = f"{tokens.total} tokens forwarded, {tokens.grad} of them under autograd"
+    return Rung(
+        name="execution",
+        status="failed" if faults else "proven",
+        measure=float(len(faults)),
+        limit=0.0,
+        detail="; ".join([*faults, seen]),
+    )
+
+
+def _side_effects(run: Run) -> Iterator[str]:
+    steps = run.result.update if run.result else None
+    for change in run.changes:
+        # A path that declares an update of its own has moved the weights on purpose.
+        if steps is None or not change.startswith("parameter"):
+            yield change
+    if run.trace is not None and run.trace.unstable:
+        site, place = run.trace.unstable[0]
+        yield (
+            f"{len(run.trace.unstable)} decisions changed between passes over the same token, "
+            f"first in {site.module} at position {place.position}"
+        )
+
+
+def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
+    """Every forward pass in order: capture without graph, replay, sweep."""
+    assert run.watch is not None
+    plan = expected_schedule("longstraw", shared(problem), claim.policy, chunk=config.chunk)
+    expected = [(p.rows * p.tokens, p.grad) for p in plan]
+    seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]
+    if seen != expected:
+        at = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), -1)
+        yield (
+            f"{len(seen)} forward passes where the policy asks for {len(expected)}; they part at pass {at}: "
+            f"{seen[at] if seen else None} instead of {expected[at]} (tokens, autograd)"
+        )
+
+
+def _sharing(claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
+    responses = sum(problem.response_lengths)
+    if run.tokens.grad < responses:
+        yield f"{run.tokens.grad} tokens under autograd for {responses} response tokens: some were not trained on"
+    if claim.policy is None:
+        return
+    # Once to score, once to replay; a candidate may also recompute each branch.
+    most = ideal_work("longstraw", shared(problem), claim.policy, scored=2).tokens
+    dense = ideal_work("full_serial", shared(problem)).tokens
+    if run.tokens.total > most and run.tokens.total >= dense:
+        yield (
+            f"{run.tokens.total} tokens forwarded where sharing the prompt needs at most {most} and the ordinary "
+            f"path {dense}: the shared path was not entered"
+        )

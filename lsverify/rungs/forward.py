@@ -1,0 +1,167 @@
+"""`forward`: log-probs of every response token, the loss and every discrete decision = full autograd's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lsverify.compare import Limits, compare
+from lsverify.evidence import Rung
+from lsverify.objective import prepare
+from lsverify.observe import Run
+from lsverify.referee import CAPS, FACTOR, Claim, Referee, floor_dtype
+
+ORACLE_LIMIT = 1e-12
+# A margin below this many eps of the precision, relative to the scores' size, decides nothing.
+UNDECIDED_EPS = 64
+
+
+def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
+    """Compare what the path computed with full autograd.
+
+    `rerun(forced=...)` runs the path again with given decisions; it is asked only when decisions differ by less than
+    their margin, and then values are compared under the reference's decisions.
+    """
+    if run.error is not None:
+        return Rung(name="forward", status="not_run", detail="the path raised an error")
+    flips = Flips(run, referee)
+    if flips.real:
+        return Rung(name="forward", status="failed", measure=float(len(flips.real)), limit=0.0, detail=flips.text())
+    if flips.undecided:
+        run = rerun(forced=referee.full_run.trace.choices)
+    rung = _values(claim, run, referee)
+    if flips.undecided and rung.holds:
+        return rung.model_copy(
+            update={
+                "status": "undecidable",
+                "detail": f"{flips.text()}; equal under the reference's decisions: {rung.detail}",
+            }
+        )
+    return rung
+
+
+class Flips:
+    """Decisions that differ from full autograd's: `real` ones, and those whose margin is inside the floor."""
+
+    def __init__(self, run: Run, referee: Referee) -> None:
+        assert run.trace is not None
+        eps = torch.finfo(floor_dtype(referee.setting.config.dtype)).eps
+        self.real: list[str] = []
+        self.undecided: list[str] = []
+        full = referee.full_run.trace
+        assert full is not None
+        self.compared = len(run.trace.choices.keys() & full.choices.keys())
+        for (site, place), expected in full.choices.items():
+            actual = run.trace.choices.get((site, place))
+            if actual is None or actual.chosen == expected.chosen:
+                continue
+            text = (
+                f"{site.module} chose {list(actual.chosen)} instead of {list(expected.chosen)} at position "
+                f"{place.position} (margin {expected.margin:.3g})"
+            )
+            inside = expected.margin <= UNDECIDED_EPS * eps * expected.scale
+            (self.undecided if inside else self.real).append(text)
+
+    def text(self) -> str:
+        found = self.real or self.undecided
+        kind = "decisions differ" if self.real else "decisions differ inside their margin"
+        return f"{len(found)} of {self.compared} {kind}, first {found[0]}"
+
+
+def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
+    problem, dtype = referee.setting.problem, floor_dtype(referee.setting.config.dtype)
+    expected = referee.oracle(claim).log_probs
+    seen = _log_probs(run)
+    if seen is None:
+        return Rung(
+            name="forward",
+            status="not_run",
+            detail="log-probs were neither seen at the model's head nor reported: return them in StepResult.log_probs",
+        )
+    where, actual = seen
+    limits = Limits(relative=ORACLE_LIMIT)
+    if dtype != torch.float64:
+        limits = referee.measured(_named(expected), _named(referee.native(claim).log_probs))
+    faults = [*_wrong_shapes(expected, actual, where)]
+    if faults:
+        return Rung(name="forward", status="failed", detail="; ".join(faults))
+    comparison = compare(_named(expected), _named(actual), limits=limits)
+    worst = comparison.worst_parameter or ""
+    detail = f"log-probs {where} of {len(problem)} responses; worst {worst} {comparison.worst_rel_l2:.3g}"
+    if not comparison.passed:
+        return Rung(
+            name="forward",
+            status=comparison.status,
+            measure=comparison.rel_l2,
+            limit=limits.relative,
+            detail=f"{detail}; {_first_wrong(expected, actual)}",
+        )
+    faults = [*_loss(claim, run, referee), *_clip_sides(claim, actual, referee)]
+    if run.result is not None and run.result.log_probs is not None and where == "seen at the head":
+        reported = compare(_named(expected), _named(run.result.log_probs), limits=limits)
+        if not reported.passed:
+            faults.append(f"the log-probs it reports are not the ones it computed ({reported.worst_rel_l2})")
+    return Rung(
+        name="forward",
+        status="failed" if faults else "proven",
+        measure=comparison.rel_l2,
+        limit=max((t.limit for t in comparison.tensors), default=limits.relative),
+        detail="; ".join([*faults, detail]),
+    )
+
+
+def _log_probs(run: Run) -> tuple[str, Sequence[Tensor]] | None:
+    """Seen at the model's head where all were, else reported by the path."""
+    assert run.trace is not None
+    if run.trace.complete():
+        return "seen at the head", run.trace.log_probs
+    if run.result is not None and run.result.log_probs is not None:
+        return "reported by the path", [row.detach() for row in run.result.log_probs]
+    return None
+
+
+def _wrong_shapes(expected: Sequence[Tensor], actual: Sequence[Tensor], where: str) -> Iterator[str]:
+    if len(actual) != len(expected):
+        yield f"log-probs {where} for {len(actual)} responses, the problem has {len(expected)}"
+        return
+    for i, (e, a) in enumerate(zip(expected, actual, strict=True)):
+        if e.shape != a.shape:
+            yield f"log-probs of response {i} have shape {tuple(a.shape)}, expected {tuple(e.shape)}"
+
+
+def _first_wrong(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str:
+    """The token whose log-prob is furthest off, with both values."""
+    errors = [(e.double() - a.double()).abs().nan_to_num(math.inf) for e, a in zip(expected, actual, strict=True)]
+    i = max(range(len(errors)), key=lambda n: errors[n].max().item())
+    t = int(errors[i].argmax())
+    return f"response {i} token {t}: {actual[i][t].item():.12g} instead of {expected[i][t].item():.12g}"
+
+
+def _loss(claim: Claim, run: Run, referee: Referee) -> Iterator[str]:
+    if run.result is None:
+        return
+    expected, actual = referee.oracle(claim).loss, float(run.result.loss)
+    scale = max(abs(expected), 1.0)
+    floor = abs(referee.native(claim).loss - expected)
+    dtype = floor_dtype(referee.setting.config.dtype)
+    limit = ORACLE_LIMIT if dtype == torch.float64 else FACTOR * floor + 64 * torch.finfo(dtype).eps
+    if not abs(actual - expected) <= limit * scale:
+        yield f"loss is {actual:.12g} instead of {expected:.12g}"
+
+
+def _clip_sides(claim: Claim, actual: Sequence[Tensor], referee: Referee) -> Iterator[str]:
+    plan = prepare(claim.objective, referee.setting.problem)
+    for i, (e, a) in enumerate(zip(referee.oracle(claim).log_probs, actual, strict=True)):
+        differs = plan.clip_side(i, e.double()) != plan.clip_side(i, a.double())
+        if bool(differs.any()):
+            yield f"clip side differs at response {i} token {int(differs.nonzero()[0])}"
+
+
+def _named(rows: Sequence[Tensor]) -> dict[str, Tensor | None]:
+    return {f"response {i}": row.detach() for i, row in enumerate(rows)}
+
+
+__all__ = ["CAPS", "Flips", "forward"]

@@ -1,0 +1,124 @@
+"""`optimizer_delta`: two optimizer steps on different problems = closed-form steps on the reference's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from lsverify.compare import Comparison, Limit, Limits, compare, message
+from lsverify.evidence import Rung
+from lsverify.observe import restore, weights_of
+from lsverify.optimizers import PROBES, ClosedForm, TorchStep
+from lsverify.paths import Path, Update, full_autograd
+from lsverify.policies import Policy
+from lsverify.referee import Claim, Referee
+from lsverify.references import Gradients, take_gradients
+
+# Each of the two steps rounds a weight and its change a few times.
+ROUNDINGS = 8
+
+
+def optimizer_delta(path: Path, claim: Claim, referee: Referee, own: Update | None) -> Rung:
+    """Probe with SGD and with AdamW, or with the update that the path says it takes itself."""
+    worst: tuple[float, Comparison, Update] | None = None
+    for update in (own,) if own else PROBES:
+        expected = _reference_delta(claim, referee, update)
+        actual = _path_delta(path, claim, referee, update, steps_itself=own is not None)
+        limits = _limits(expected, claim, referee, update)
+        comparison = compare(expected, actual, limits=limits, slices=referee.slices)
+        if not comparison.passed:
+            return Rung(
+                name="optimizer_delta",
+                status=comparison.status,  # type: ignore[arg-type]
+                measure=comparison.rel_l2,
+                limit=comparison.limit,
+                detail=f"after two {update.kind} steps: {message(comparison)}",
+            )
+        rel = comparison.rel_l2 or 0.0
+        if worst is None or rel > worst[0]:
+            worst = (rel, comparison, update)
+    assert worst is not None
+    rel, comparison, update = worst
+    return Rung(
+        name="optimizer_delta",
+        status=comparison.status,  # type: ignore[arg-type]
+        measure=rel,
+        limit=max((t.limit for t in comparison.tensors), default=comparison.limit),
+        detail=f"parameters after two steps; furthest under {update.kind}, {comparison.worst_parameter}",
+    )
+
+
+def _reference_delta(claim: Claim, referee: Referee, update: Update) -> Gradients:
+    """Change of every trainable parameter by closed-form steps in float64."""
+    start = {name: tensor.double() for name, tensor in _trainable(referee.setting.model)}
+    weights, optimizer = dict(start), ClosedForm(update)
+    problems = (referee.setting.problem, referee.setting.second)
+    for step, problem in enumerate(problems):
+        at_start = step == 0
+        gradients = (
+            referee.oracle(claim).gradients
+            if at_start
+            else referee.gradient_at(weights, claim, problem)
+        )
+        weights = optimizer.step(weights, gradients)
+    return {name: weights[name] - start[name] for name in start}
+
+
+def _path_delta(
+    path: Path, claim: Claim, referee: Referee, update: Update, *, steps_itself: bool
+) -> Gradients:
+    """Change of every trainable parameter when the path's gradients go through torch's optimizer (or its own)."""
+    model = referee.setting.model
+    before = weights_of(model)
+    try:
+        optimizer = TorchStep(model, update)
+        for problem in (referee.setting.problem, referee.setting.second):
+            take_gradients(model)
+            path(model, problem, referee.setting.objective)
+            if not steps_itself:
+                optimizer.step()
+        return {
+            name: tensor.detach().double() - before[name].double()
+            for name, tensor in _trainable(model)
+        }
+    finally:
+        take_gradients(model)
+        restore(model, before)
+
+
+def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update) -> Limits:
+    """At oracle precision 1e-12 plus the rounding of theta + delta, relative to delta; else measured.
+
+    Measured: the claimed reference's gradients in the case's precision, stepped by torch's optimizer.
+    """
+    model = referee.setting.model
+    if referee.setting.oracle is model:
+        eps = torch.finfo(torch.float64).eps
+        weights = dict(_trainable(model))
+        per_tensor: dict[str, Limit] = {}
+        for name, delta in expected.items():
+            size = float(delta.norm()) if delta is not None else 0.0
+            rounding = ROUNDINGS * eps * float(weights[name].detach().norm()) / size if size else 0.0
+            value = min(1e-12 + rounding, 1e-6)
+            per_tensor[name] = Limit(value, "1e-12 plus the rounding of a weight that moves this little")
+        return Limits(per_tensor=per_tensor)
+    native = _path_delta(_reference_path(claim, referee), claim, referee, update, steps_itself=False)
+    return referee.measured(expected, native)
+
+
+def _reference_path(claim: Claim, referee: Referee) -> Path:
+    """The claimed reference as a path: leaves its gradients in `.grad`."""
+
+    def path(model: nn.Module, problem, objective):  # type: ignore[no-untyped-def]
+        reference = referee._computed(model, claim, problem)
+        for name, parameter in model.named_parameters():
+            gradient = reference.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+
+    return path
+
+
+def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -1,0 +1,116 @@
+"""From a case's config to the model, the problems and the objective that it stands for; all from its seed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from lsverify.errors import InputError
+from lsverify.evidence import CaseConfig
+from lsverify.models import build
+from lsverify.objective import Objective, preset
+from lsverify.paths import full_score
+from lsverify.pretrained import SMOLLM2, tokenizer
+from lsverify.precision import computing, weight_dtype
+from lsverify.problems import Problem, ProblemSpec, draw, off_policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One case made concrete.
+
+    `problem` is the step that is compared; `second` the step after it, which shares a prompt with the first but not
+    its responses, so that a state kept from before the update would be met again.
+    """
+
+    config: CaseConfig
+    model: nn.Module
+    objective: Objective
+    problem: Problem
+    second: Problem
+
+    @cached_property
+    def oracle(self) -> nn.Module:
+        """The same weights in float64: the model itself at oracle precision, else a copy of it."""
+        if self.config.dtype == "float64":
+            return self.model
+        return copy.deepcopy(self.model).to(weight_dtype("float64"))
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Inside, the model computes in the case's precision and the oracle in float64."""
+        oracle = self.oracle
+        with computing(self.model, self.config.dtype):
+            if oracle is self.model:
+                yield
+            else:
+                with computing(oracle, "float64"):
+                    yield
+
+
+def make_setting(config: CaseConfig) -> Setting:
+    """Build everything that a case needs. Raises `InputError` for what cannot be built."""
+    if min(config.response_lengths) < 1:
+        raise InputError(f"response length {min(config.response_lengths)} is not allowed: use 1 token or more")
+    model = build(config.arch, seed=config.seed, dtype=config.dtype, lora=config.lora)
+    model.train(config.training)
+    objective = preset(config.objective)
+    if config.arch == SMOLLM2:
+        first, second = _text_problems(config, model)
+    else:
+        first, second = _drawn_problems(config, model.config.get_text_config().vocab_size)
+    setting = Setting(config=config, model=model, objective=objective, problem=first, second=second)
+    with setting.computing(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ready = [
+            off_policy(p, _current(setting, p), objective, config.seed + step)
+            for step, p in enumerate((first, second))
+        ]
+    return replace(setting, problem=ready[0], second=ready[1])
+
+
+def _current(setting: Setting, problem: Problem) -> list[Tensor]:
+    scored = full_score(setting.model, problem, temperature=setting.objective.temperature)
+    return [row.double() for row in scored]
+
+
+def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Problem]:
+    """Two groups of different size and prompt length, so that a fault at a group's edge has an edge to show at."""
+    length, size = config.prompt_length, config.group_size
+    spec = ProblemSpec(
+        prompt_lengths=(length, max(length - 5, 1)),
+        group_sizes=(size, max(size - 1, 1)),
+        response_lengths=config.response_lengths,
+        seed=config.seed,
+        holes=True,
+    )
+    first = draw(spec, vocab_size)
+    other = draw(spec.model_copy(update={"seed": config.seed + 1_000_003}), vocab_size)
+    shared = replace(other.groups[0], prompt=first.groups[0].prompt)
+    return first, replace(other, groups=(shared, *other.groups[1:]))
+
+
+def _text_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Problem]:
+    """Real text with responses sampled from the model itself; the second step has the first one's prompt."""
+    from lsverify.text import text_problem
+
+    words = tokenizer(config.arch)
+    first, second = (
+        text_problem(
+            model,
+            words,
+            prompt_length=config.prompt_length,
+            group_size=config.group_size,
+            response_lengths=config.response_lengths,
+            seed=config.seed + step,
+        )
+        for step in range(2)
+    )
+    other = replace(second.groups[0], prompt=first.groups[0].prompt)
+    return first, replace(second, groups=(other, *second.groups[1:]))

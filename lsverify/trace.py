@@ -1,0 +1,270 @@
+"""What a path computed, seen from outside and put in its place: log-probs, decisions, and values layer by layer.
+
+Every forward pass is located by content: its rows are matched, at their positions, with the prompts and responses of
+the problem. So the same token of the same response can be compared between full autograd, a path of ours and somebody
+else's, however each of them cut, padded or batched the sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lsverify.decisions import ChoiceMode, as_sets, margins
+from lsverify.objective import token_logp
+from lsverify.problems import Problem
+from lsverify.prompt import unwrapped
+from lsverify.watch import arguments_by_name, decoder_layers, way_to_embedding
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """One token of the problem: `prompt` is a content hash and `member` -1 inside a prompt, which siblings share."""
+
+    prompt: str
+    member: int
+    position: int
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """Where a choice is made: the module, and which of its choices in one call of it."""
+
+    module: str
+    call: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A set of experts or keys (sorted, -1 for candidates that a mask ruled out), its margin and the scores' size."""
+
+    chosen: tuple[int, ...]
+    margin: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A row of a forward pass: each column's position (-1: padding), the members it fits, the keys before the first.
+
+    `hidden_keys` counts the leading padded keys of `keys`, the number of keys that a query of this row can choose from.
+    """
+
+    positions: list[int]
+    members: list[int]
+    keys: int
+    hidden_keys: int
+
+
+class Trace:
+    """Watches one step of a path.
+
+    `log_probs[i]` [R_i] are the response's log-probs as computed in passes with autograd (nan where none was seen);
+    `scored[i]` the same for passes without; `choices[site, place]` the decisions; `values[layer, place]` the hidden
+    states, when `values` is asked for; `unplaced` counts tokens that match nothing in the problem. `forced` maps
+    (site, place) to a choice that replaces the model's own.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        problem: Problem,
+        *,
+        temperature: float = 1.0,
+        keep_values: bool = False,
+        forced: Mapping[tuple[Site, Place], Choice] | None = None,
+    ) -> None:
+        self._model, self._problem, self._temperature = model, problem, temperature
+        self._keep_values, self._forced = keep_values, forced or {}
+        self._prompts = [problem.prompt_hash(group) for group in problem.group_of]
+        self._tokens = [problem.tokens(i).tolist() for i in range(len(problem))]
+        self._rows: list[_Row] = []
+        self._modules: list[str] = []
+        self._calls: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self._mode = ChoiceMode(self._chose)
+        self.log_probs = _unseen(problem)
+        self.scored = _unseen(problem)
+        self.choices: dict[tuple[Site, Place], Choice] = {}
+        self.unstable: list[tuple[Site, Place]] = []
+        self.values: dict[tuple[str, Place], Tensor] = {}
+        self.unplaced = 0
+
+    def __enter__(self) -> Self:
+        keep = self._handles.append
+        head = unwrapped(self._model)
+        _, parents = way_to_embedding(self._model)
+        backbone = parents[-1]
+        keep(backbone.register_forward_pre_hook(self._enter, with_kwargs=True))
+        keep(head.register_forward_hook(self._logits))
+        for name, module in backbone.named_modules():
+            keep(module.register_forward_pre_hook(partial(self._push, name)))
+            keep(module.register_forward_hook(partial(self._pop, name), always_call=True))
+        if self._keep_values:
+            for name, layer in decoder_layers(backbone):
+                keep(layer.register_forward_hook(partial(self._layer, name)))
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+        while self._handles:
+            self._handles.pop().remove()
+
+    def complete(self) -> bool:
+        """Whether every response token's log-prob was seen in a pass with autograd."""
+        return all(not bool(row.isnan().any()) for row in self.log_probs)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = arguments_by_name(module, args, kwargs)
+        ids = given.get("input_ids")
+        self._rows = []
+        if not isinstance(ids, Tensor):
+            return
+        positions = _positions(ids, given)
+        padding = _leading_padding(given, len(positions))
+        for tokens, where, (keys, hidden) in zip(ids.tolist(), positions, padding, strict=True):
+            row = self._placed(tokens, where, keys, hidden)
+            self.unplaced += sum(p >= 0 for p in where) if not row.members else 0
+            self._rows.append(row)
+
+    def _placed(self, tokens: list[int], positions: list[int], keys: int, hidden: int) -> _Row:
+        seen = [(p, t) for p, t in zip(positions, tokens, strict=True) if p >= 0]
+        members = [
+            i
+            for i, own in enumerate(self._tokens)
+            if seen and all(p < len(own) and own[p] == t for p, t in seen)
+        ]
+        return _Row(positions, members, keys, hidden)
+
+    def _places(self, row: _Row, column: int) -> Iterator[Place]:
+        """The tokens of the problem that a column stands for: one of a prompt, or one of each equal response."""
+        position = row.positions[column]
+        if position < 0:
+            return
+        for i in row.members:
+            in_prompt = position < len(self._problem.prompt(i))
+            yield Place(self._prompts[i], -1 if in_prompt else i, position)
+            if in_prompt and len({self._prompts[m] for m in row.members}) == 1:
+                return
+
+    def _logits(self, module: nn.Module, args: Any, output: Any) -> None:
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or len(self._rows) != len(logits):
+            return
+        target = self.log_probs if torch.is_grad_enabled() else self.scored
+        for row, values in zip(self._rows, logits.detach(), strict=True):
+            first = len(row.positions) - len(values)
+            for i in row.members:
+                self._log_probs_of(i, row.positions[first:], values, target)
+
+    def _log_probs_of(
+        self, i: int, positions: list[int], logits: Tensor, target: list[Tensor]
+    ) -> None:
+        begin, response = len(self._problem.prompt(i)), self._problem.responses[i].tokens
+        columns = [
+            (column, p + 1 - begin)
+            for column, p in enumerate(positions)
+            if p >= 0 and 0 <= p + 1 - begin < len(response)
+        ]
+        if columns:
+            where, which = (torch.tensor(side) for side in zip(*columns, strict=True))
+            target[i][which] = token_logp(logits[where], response[which], self._temperature).double()
+
+    def _push(self, name: str, module: nn.Module, args: Any) -> None:
+        self._modules.append(name)
+        self._calls[name] = 0
+
+    def _pop(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._modules.pop()
+
+    def _chose(self, scores: Tensor, chosen: Tensor) -> Tensor | None:
+        columns = [(row, column) for row in self._rows for column in range(len(row.positions))]
+        if not self._modules or not columns or len(scores) % len(columns):
+            return None
+        name = self._modules[-1]
+        per_token = len(scores) // len(columns)
+        sets, gaps = as_sets(scores, chosen), margins(scores, chosen.shape[-1])
+        lowest = torch.finfo(scores.dtype).min / 2
+        sizes = scores.masked_fill(scores <= lowest, 0).abs().amax(-1)
+        replaced = chosen.clone() if self._forced else None
+        for number, (row, column) in enumerate(columns):
+            for place in self._places(row, column):
+                for part in range(per_token):
+                    line = number * per_token + part
+                    key = (Site(name, self._calls[name] * per_token + part), place)
+                    choice = _unpadded(tuple(sets[line].tolist()), row, scores.shape[-1])
+                    self._note(key, Choice(choice, gaps[line].item(), sizes[line].item()))
+                    if replaced is not None:
+                        self._force(key, replaced[line])
+        self._calls[name] += 1
+        return replaced
+
+    def _note(self, key: tuple[Site, Place], choice: Choice) -> None:
+        before = self.choices.setdefault(key, choice)
+        if before.chosen != choice.chosen:
+            self.unstable.append(key)
+
+    def _force(self, key: tuple[Site, Place], line: Tensor) -> None:
+        choice = self._forced.get(key)
+        if choice is not None and -1 not in choice.chosen and len(choice.chosen) == len(line):
+            line.copy_(torch.tensor(choice.chosen, dtype=line.dtype))
+
+    def _layer(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.dim() != 3 or len(hidden) != len(self._rows):
+            return
+        for row, values in zip(self._rows, hidden.detach(), strict=True):
+            for column in range(len(row.positions)):
+                for place in self._places(row, column):
+                    self.values.setdefault((name, place), values[column].double())
+
+
+def _unseen(problem: Problem) -> list[Tensor]:
+    return [torch.full((n,), torch.nan, dtype=torch.float64) for n in problem.response_lengths]
+
+
+def _positions(ids: Tensor, given: Mapping[str, Any]) -> list[list[int]]:
+    """The position of every token of input_ids [b, T], -1 for padding: as passed, else as the library would count."""
+    mask, explicit = given.get("attention_mask"), given.get("position_ids")
+    rows, columns = ids.shape
+    plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if isinstance(explicit, Tensor):
+        flat = explicit if explicit.dim() == 2 else explicit[0]
+        positions = flat.expand(rows, columns).clone()
+    elif plain is not None:
+        positions = (plain.long().cumsum(-1) - 1)[:, -columns:].clone()
+    else:
+        positions = (_past_length(given) + torch.arange(columns)).expand(rows, columns).clone()
+    if plain is not None:
+        positions[plain[:, -columns:] == 0] = -1
+    found: list[list[int]] = positions.tolist()
+    return found
+
+
+def _leading_padding(given: Mapping[str, Any], rows: int) -> list[tuple[int, int]]:
+    """For each row: how many keys its mask spans, and how many of them, in front, are padding."""
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        return [(0, 0)] * rows
+    return [(mask.shape[1], int((row.cumsum(0) == 0).sum())) for row in mask.long()]
+
+
+def _unpadded(chosen: tuple[int, ...], row: _Row, candidates: int) -> tuple[int, ...]:
+    """Keys are numbered from the first real one, so that a padded row can be compared with an unpadded one."""
+    if row.hidden_keys == 0 or candidates != row.keys:
+        return chosen
+    return tuple(index if index < 0 else index - row.hidden_keys for index in chosen)
+
+
+def _past_length(given: Mapping[str, Any]) -> int:
+    cache = given.get("cache") or given.get("past_key_values")
+    try:
+        return int(cache.get_seq_length()) if cache is not None else 0
+    except ValueError:  # a cache of recurrent states alone does not know its length
+        return 0
