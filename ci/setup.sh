@@ -20,7 +20,8 @@ install() {
 
 python=${PYTHON:-python3}
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-  echo "setup: $python is $("$python" --version 2>&1 || echo missing); lsverify needs Python 3.11 or newer:" \
+  found=$({ "$python" --version 2>&1 || true; } | head -n 1)
+  echo "setup: $python is not usable (${found:-no version}); lsverify needs Python 3.11 or newer:" \
     "install it, or name one with PYTHON=/path/to/python3.11 bash ${BASH_SOURCE[0]}" >&2
   exit 2
 fi

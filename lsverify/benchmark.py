@@ -18,8 +18,9 @@ from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig
 
+from lsverify.fresh_process import in_fresh_process
 from lsverify.ledger import PathName, Shared, Work, ideal_work, phase_of
-from lsverify.memory import LiveBytes, Phases, Resident, in_fresh_process
+from lsverify.memory import LiveBytes, Phases, Resident
 from lsverify.models import tiny
 from lsverify.objective import preset
 from lsverify.paths import CHUNK, full_autograd, longstraw

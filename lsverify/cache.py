@@ -9,7 +9,7 @@ one line each.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache as memoize
 from typing import Any
@@ -104,9 +104,11 @@ def new_cache(config: Any) -> Cache:
     """An empty cache for a model of this config; every layer of it is functional."""
     cache = DynamicCache(config=config)
     latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
-    for layer in cache.layers:
+    layers: list[Any] = cache.layers
+    for layer in layers:
         if isinstance(layer, LinearAttentionLayer):
-            layer.__class__ = _assigning(type(layer))
+            library_class: type = type(layer)
+            layer.__class__ = _assigning(library_class)
             layer.conv_states = _FreshOnRead(layer.conv_states)
             layer.recurrent_states = _FreshOnRead(layer.recurrent_states)
         elif latent:
@@ -133,6 +135,28 @@ def state_of(cache: Cache) -> dict[Slot, Tensor]:
 
     map_state(cache, note)
     return found
+
+
+def by_path(cache: Cache) -> dict[str, Tensor]:
+    """The same tensors by the path of their slot."""
+    return {slot.path: tensor for slot, tensor in state_of(cache).items()}
+
+
+def leaves_of(cache: Cache) -> dict[str, Tensor]:
+    """Leaf copies of every differentiable tensor of the state, by path; their `.grad` collects d loss / d z.
+
+    An indexer's keys are left out: they choose positions and carry no gradient.
+    """
+    return {
+        slot.path: tensor.detach().requires_grad_()
+        for slot, tensor in state_of(cache).items()
+        if slot.kind != "index"
+    }
+
+
+def with_leaves(cache: Cache, leaves: Mapping[str, Tensor]) -> Cache:
+    """A copy of the cache in which `leaves` stand for the tensors at their paths."""
+    return map_state(cache, lambda slot, tensor: leaves.get(slot.path, tensor))
 
 
 def _mapped(value: Any, path: str, layer: Any, index: int | None, change: Any) -> Any:
@@ -186,4 +210,3 @@ def prefix_or_tensor(earlier: Tensor, later: Tensor | None) -> Prefix | Tensor:
         return earlier
     prefix = Prefix(grown[0], earlier.shape[grown[0]])
     return prefix if torch.equal(prefix.of(later), earlier) else earlier
-

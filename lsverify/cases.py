@@ -57,8 +57,8 @@ class Options:
         # A candidate claims what it declares; only a policy that the user names is a claim made for it.
         default = (None,) if self.candidate else DEFAULT_POLICIES
         policies: tuple[str | None, ...] = self.policies or default
-        for policy in self.policies:
-            parse_policy(policy)
+        for spec in self.policies:
+            parse_policy(spec)
         for arch in self.archs or DEFAULT_ARCHS:
             for policy in policies:
                 yield self._case(arch, policy)
@@ -120,7 +120,9 @@ def load_candidate(spec: str) -> Any:
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise InputError(f"candidate {spec!r} is not of the form MODULE:NAME, for instance my_path:step")
+        raise InputError(
+            f"candidate {spec!r} is not of the form MODULE:NAME, for instance my_path:step"
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -137,5 +139,7 @@ def load_candidate(spec: str) -> Any:
             f"candidate {spec!r}: importing it raised {type(error).__name__}: {error}"
         ) from error
     if not callable(found):
-        raise InputError(f"candidate {spec!r} is not callable: give (model, problem, objective) -> result")
+        raise InputError(
+            f"candidate {spec!r} is not callable: give (model, problem, objective) -> result"
+        )
     return found

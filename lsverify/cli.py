@@ -7,6 +7,7 @@ fault of lsverify itself.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -27,7 +28,8 @@ app = typer.Typer(
 )
 
 Arch = Annotated[
-    list[str] | None, typer.Option("--arch", help="Tiny architecture, smollm2-135m, or a folder; repeatable.")
+    list[str] | None,
+    typer.Option("--arch", help="Tiny architecture, smollm2-135m, or a folder; repeatable."),
 ]
 PolicySpec = Annotated[
     list[str] | None, typer.Option("--policy", help="exact, detach, window:M, tail:K; repeatable.")
@@ -42,7 +44,7 @@ def _root(
     if version:
         from lsverify import __version__
 
-        print(__version__)
+        typer.echo(__version__)
         raise typer.Exit(0)
 
 
@@ -51,21 +53,35 @@ def gate(
     arch: Arch = None,
     policy: PolicySpec = None,
     candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
-    reference: Annotated[str, typer.Option(help="Hold to the declared reference, or to full autograd.")] = "declared",
+    reference: Annotated[
+        str, typer.Option(help="Hold to the declared reference, or to full autograd.")
+    ] = "declared",
     require: Annotated[str | None, typer.Option(help="Highest rung that must hold.")] = None,
-    dtype: Annotated[str, typer.Option(help="float64 (oracle), float32, bfloat16, bfloat16-autocast.")] = "float64",
+    dtype: Annotated[
+        str, typer.Option(help="float64 (oracle), float32, bfloat16, bfloat16-autocast.")
+    ] = "float64",
     prompt_length: Annotated[int | None, typer.Option(help="Tokens of the longest prompt.")] = None,
     group_size: Annotated[int | None, typer.Option(help="Responses of the largest group.")] = None,
-    response_length: Annotated[str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn.")] = None,
-    objective: Annotated[str, typer.Option(help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce.")] = "grpo",
+    response_length: Annotated[
+        str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce.")
+    ] = "grpo",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
-    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")] = None,
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
+    ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for receipt.json.")] = None,
     junit: Annotated[Path | None, typer.Option(help="JUnit XML file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the receipt instead of the table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the receipt instead of the table.")
+    ] = False,
     wandb: Annotated[str, typer.Option(help="offline, online or disabled.")] = "disabled",
-    quick: Annotated[bool, typer.Option("--quick", help="The smallest problem that shows anything.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The smallest problem that shows anything.")
+    ] = False,
 ) -> int:
     """Judge a path on every architecture and policy, rung by rung."""
     from lsverify.cases import Options
@@ -97,7 +113,10 @@ def _gate(options: Any, *, out: Path | None, junit: Path | None, as_json: bool, 
     notes = report.wide_console(stderr=True)
 
     def progress(case: str, rung: evidence.Rung) -> None:
-        notes.print(f"{case:32} {rung.name:16} {rung.status:12} {report.number(rung.measure)}", highlight=False)
+        notes.print(
+            f"{case:32} {rung.name:16} {rung.status:12} {report.number(rung.measure)}",
+            highlight=False,
+        )
 
     cases = run_gate(options, junit=junit, progress=progress)
     receipt = evidence.Receipt(
@@ -106,7 +125,7 @@ def _gate(options: Any, *, out: Path | None, junit: Path | None, as_json: bool, 
     if out is not None:
         evidence.save(receipt, out / "receipt.json")
     if as_json:
-        print(evidence.as_json(receipt))
+        typer.echo(evidence.as_json(receipt))
     else:
         report.show(cases, report.wide_console())
     tracking.log(receipt, mode=wandb, folder=out)
@@ -143,7 +162,7 @@ def inventory(
 
     rows = rows_of(arch, prompt_length=prompt_length, dtype=dtype)
     if as_json:
-        print(json.dumps(rows, indent=1))
+        typer.echo(json.dumps(rows, indent=1))
     else:
         show(rows)
     return 0
@@ -163,7 +182,7 @@ def schema() -> int:
     """Print the JSON schema of a receipt."""
     from lsverify.evidence import schema as receipt_schema
 
-    print(json.dumps(receipt_schema(), indent=1))
+    typer.echo(json.dumps(receipt_schema(), indent=1))
     return 0
 
 
@@ -174,6 +193,8 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code."""
+    # The model library warns of each missing kernel; the reference code it falls back to is what is wanted here.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         result = app(arguments, standalone_mode=False)
     except InputError as error:
@@ -181,19 +202,19 @@ def run(arguments: list[str]) -> int:
     except TyperException as error:
         if not arguments:
             return 2  # the help text has been printed
-        text = getattr(error, "format_message", lambda: str(error))()
-        return _refuse(f"{text} (lsverify --help lists what there is)")
+        tell = getattr(error, "format_message", error.__str__)
+        return _refuse(f"{tell()} (lsverify --help lists what there is)")
     except (Abort, KeyboardInterrupt):
         return _refuse("interrupted; nothing half written is left behind")
     except Exception:
         traceback.print_exc()
-        print("lsverify: this is a fault of lsverify itself; please report it", file=sys.stderr)
+        typer.echo("lsverify: this is a fault of lsverify itself; please report it", err=True)
         return 3
     return result if isinstance(result, int) else 0
 
 
 def _refuse(line: str) -> int:
-    print(f"lsverify: {' '.join(line.split())}", file=sys.stderr)
+    typer.echo(f"lsverify: {' '.join(line.split())}", err=True)
     return 2
 
 

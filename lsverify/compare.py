@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lsverify.attribution import kind_of, layer_of, message
-from lsverify.comparison import Comparison, Finding, TensorResult, Worst
+from lsverify.comparison import Comparison, Finding, TensorResult, Verdict, Worst
 from lsverify.errors import InputError
 from lsverify.limits import Gradients, Limit, Limits, Slices, measured_limits
 from lsverify.norms import UNUSABLE, ZERO, Norms, all_finite, distance, norm, promoted, total
@@ -206,7 +206,7 @@ def _verdict(elements: int, norms: Norms, allowance: float) -> str:
     return "match" if allowance < norms.expected else "below_floor"
 
 
-def _status(findings: list[Finding], tensors: list[TensorResult], limits: Limits) -> str:
+def _status(findings: list[Finding], tensors: list[TensorResult], limits: Limits) -> Verdict:
     differing = [leaf for t in tensors for leaf in t.leaves if leaf.verdict == "mismatch"]
     if any(f.kind != "reference_non_finite" for f in findings):
         return "failed"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lsverify.attribution import hints
 from lsverify.limits import key_of
 from lsverify.norms import Norms
+
+Verdict = Literal["proven", "proven_zero", "failed", "vacuous", "reference_inconsistent"]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Comparison:
     rolled_rel_l2: on a failure, the candidate's distance to the reference rolled by one element.
     """
 
-    status: str
+    status: Verdict
     rel_l2: float | None
     cosine: float | None
     one_minus_cosine: float | None

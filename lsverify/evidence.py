@@ -35,7 +35,9 @@ Status = Literal[
     "not_run",
 ]
 # `undecidable` is given only where values are equal under the reference's decisions; a flip that matters is `failed`.
-HOLDS: frozenset[str] = frozenset({"proven", "proven_zero", "not_applicable", "derived", "undecidable"})
+HOLDS: frozenset[str] = frozenset(
+    {"proven", "proven_zero", "not_applicable", "derived", "undecidable"}
+)
 PACKAGES = ("lsverify", "torch", "transformers", "numpy", "scipy", "peft", "hypothesis", "pytest")
 
 
@@ -150,7 +152,7 @@ class Environment(_Record):
 class Receipt(_Record):
     """`DIR/receipt.json`: numbers at full precision, non-finite ones as the strings NaN, Infinity, -Infinity."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     environment: Environment
     command: tuple[str, ...]
     cases: tuple[CaseReceipt, ...]
@@ -204,7 +206,9 @@ def save(receipt: Receipt, path: Path) -> None:
     try:
         write(path, as_json(receipt))
     except OSError as error:
-        raise InputError(f"receipt cannot be written to {str(path)!r} ({error}): choose another --out") from None
+        raise InputError(
+            f"receipt cannot be written to {str(path)!r} ({error}): choose another --out"
+        ) from None
 
 
 def load(path: Path) -> Receipt:
@@ -212,7 +216,9 @@ def load(path: Path) -> Receipt:
     try:
         return Receipt.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"receipt {str(path)!r} cannot be read ({error}): give a receipt.json") from None
+        raise InputError(
+            f"receipt {str(path)!r} cannot be read ({error}): give a receipt.json"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

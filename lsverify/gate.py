@@ -26,7 +26,9 @@ def suites_folder() -> Path:
     for folder in (package / "suites", package.parent / "suites"):
         if (folder / "test_gradient.py").is_file():
             return folder
-    raise InputError(f"no suites beside {str(package)!r}: install lsverify from a wheel or a whole checkout")
+    raise InputError(
+        f"no suites beside {str(package)!r}: install lsverify from a wheel or a whole checkout"
+    )
 
 
 def run_gate(

@@ -11,7 +11,7 @@ import torch
 
 from lsverify.cases import load_candidate
 from lsverify.compare import Comparison, Limits
-from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung
+from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.ledger import ideal_work, shared
 from lsverify.models import TINY
 from lsverify.observe import Run, recorded, timed, weighed
@@ -20,6 +20,7 @@ from lsverify.paths import Path, longstraw
 from lsverify.policies import parse_policy
 from lsverify.precision import threads
 from lsverify.referee import MEANINGFUL, Claim, Referee, claim_of
+from lsverify.rollouts import warn_unshared
 from lsverify.rungs.execution import execution
 from lsverify.rungs.forward import forward
 from lsverify.rungs.gradient import gradient
@@ -69,6 +70,9 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = recorded(*step)
+        if claim_of(config, run.result, setting.objective).shares:
+            referee.require_shareable()
+            warn_unshared(setting.problem)
     again, weight = timed(*step), weighed(*step)
     claim = claim_of(config, run.result, setting.objective)
     held_to = claim
@@ -110,13 +114,17 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
         accounting=_accounting(config, referee, claim, run, again, weight),
         config=config,
         problem=setting.problem.content_hash(),
-        warnings=(*_loud(referee.limits(held_to), config), *_texts(caught), *_clamped(claim, referee)),
+        warnings=(
+            *_loud(referee.limits(held_to), config),
+            *_texts(caught),
+            *_clamped(claim, referee),
+        ),
     )
 
 
 def _objective(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
     measure, limit, detail = check_objective(claim.objective, referee.setting.problem, config.seed)
-    status = "proven" if measure <= limit else "failed"
+    status: Status = "proven" if measure <= limit else "failed"
     return Rung(name="objective", status=status, measure=measure, limit=limit, detail=detail)
 
 
@@ -197,7 +205,9 @@ def _accounting(
 
 def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:
     """Says so when the precision is too coarse for the comparison to mean anything."""
-    above = {name: limit.value for name, limit in limits.per_tensor.items() if limit.value > MEANINGFUL}
+    above = {
+        name: limit.value for name, limit in limits.per_tensor.items() if limit.value > MEANINGFUL
+    }
     if above:
         worst = max(above, key=lambda name: above[name])
         yield (

@@ -177,7 +177,8 @@ def phase_of(forward: Forward, problem: Problem) -> PhaseName:
     if forward.input_ids is not None and forward.input_ids.shape[0] == 1:
         tokens = forward.input_ids[0]
         for group in problem.groups:
-            if torch.equal(group.prompt[start : start + len(tokens)].cpu(), tokens):
+            # A prompt's last token belongs to every branch, never to the captured prefix.
+            if torch.equal(group.prompt[:-1][start : start + len(tokens)], tokens):
                 return "sweep" if forward.grad_enabled else "capture"
     if not forward.grad_enabled:
         return "score"

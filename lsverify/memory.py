@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
-import os
-import subprocess
 import sys
-import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -247,44 +242,3 @@ def _synchronised_clock() -> float:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     return perf_counter()
-
-
-def in_fresh_process(
-    target: str, *args: Any, environment: Mapping[str, str] | None = None, **kwargs: Any
-) -> Any:
-    """Calls `target`, written "module:function", in a new Python process and returns what it returns.
-
-    Arguments and result travel as JSON. The process sees this one's `sys.path` and environment, with `environment`
-    added. Raises RuntimeError, with the last line of its error output, when it fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        call, result = Path(folder, "call.json"), Path(folder, "result.json")
-        call.write_text(json.dumps({"target": target, "args": args, "kwargs": kwargs}))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                f"from {__name__} import serve; serve()",
-                str(call),
-                str(result),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                **(environment or {}),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise RuntimeError(f"{target} failed in its own process: {lines[-1]}")
-        return json.loads(result.read_text())
-
-
-def serve() -> None:
-    """What the new process runs: read a call, make it, write its result."""
-    call = json.loads(Path(sys.argv[1]).read_text())
-    module, _, name = call["target"].partition(":")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    Path(sys.argv[2]).write_text(json.dumps(function(*call["args"], **call["kwargs"])))

@@ -211,7 +211,7 @@ def prepare(objective: Objective, problem: Problem, scores: Scores | None = None
     constant       N * constant_length (Dr. GRPO; TRL "dr_grpo").
 
     Raises InputError when beta is above 0 and there are no reference log-probs, when scores do not fit
-    the problem, or when a number that counts is not finite.
+    the problem, or when a log-prob that counts is not finite.
     """
     scores = scores or Scores()
     responses = problem.responses
@@ -224,8 +224,6 @@ def prepare(objective: Objective, problem: Problem, scores: Scores | None = None
     if scores.policy_logp is not None:
         _check("policy_logp", scores.policy_logp, counted)
     rewards = [float(each.reward) for each in responses]
-    if not all(map(math.isfinite, rewards)):
-        raise InputError(f"rewards must be finite, not {rewards}; drop or repair these responses")
     if objective.beta > 0:
         _check("ref_logp", ref, counted)
         if objective.kl_in == "reward":
@@ -254,7 +252,7 @@ def _denominators(objective: Objective, counts: Sequence[int]) -> tuple[float, .
             each = [sum(counts)] * members
         case "constant":
             each = [members * objective.constant_length] * members
-        case "local_tokens":
+        case _:
             size = objective.micro_batch or members
             starts = range(0, members, size)
             local = [sum(counts[start : start + size]) for start in starts]

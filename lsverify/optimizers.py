@@ -37,10 +37,11 @@ class ClosedForm:
         """One step. A parameter whose gradient is None stays as it is, weight decay included (as in torch)."""
         self.steps += 1
         scale = self._clip([g for g in gradients.values() if g is not None])
-        return {
-            name: value if gradients.get(name) is None else self._moved(name, value, gradients[name] * scale)  # type: ignore[operator]
-            for name, value in weights.items()
-        }
+        after = dict(weights)
+        for name, gradient in gradients.items():
+            if gradient is not None:
+                after[name] = self._moved(name, weights[name], gradient * scale)
+        return after
 
     def _clip(self, gradients: list[Tensor]) -> float:
         if self.update.max_grad_norm is None:

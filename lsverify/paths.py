@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from lsverify.cache import map_state, new_cache, state_of
+from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError
 from lsverify.objective import Objective, Plan, Scores, monolithic, prepare, token_logp
@@ -126,7 +126,9 @@ def longstraw(
     when the weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     policy = parse_policy(policy) if isinstance(policy, str) else policy
-    plan = prepare(objective, problem, _scores(model, problem, objective, reference_model, policy, chunk))
+    plan = prepare(
+        objective, problem, _scores(model, problem, objective, reference_model, policy, chunk)
+    )
     total = 0.0
     log_probs: dict[int, Tensor] = {}
     for prompt, members in shared_prompts(problem):
@@ -173,26 +175,21 @@ def _sweep(model: nn.Module, state: PromptState, cotangents: dict[str, Tensor]) 
 
     `cotangents` maps a state tensor's path to d loss / d z at B; it is consumed.
     """
-    outgoing = {slot.path: tensor for slot, tensor in state.tensors.items()}
+    outgoing = by_path(state.cache)
     for chunk in reversed(state.chunks):
         if not cotangents:
             return
         incoming = chunk.incoming(outgoing)
-        leaves = {
-            slot.path: tensor.detach().requires_grad_()
-            for slot, tensor in state_of(incoming).items()
-            if slot.kind != "index"
-        }
-        before = map_state(incoming, lambda slot, tensor, leaves=leaves: leaves.get(slot.path, tensor))
-        recomputed = _recompute(model, chunk, before, outgoing)
+        leaves = leaves_of(incoming)
+        recomputed = _recompute(model, chunk, with_leaves(incoming, leaves), outgoing)
         outputs = [path for path in cotangents if recomputed[path].requires_grad]
         if outputs:
             torch.autograd.backward(
                 [recomputed[path] for path in outputs], [cotangents.pop(path) for path in outputs]
             )
-        del recomputed, before
+        del recomputed
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
-        outgoing = {slot.path: tensor for slot, tensor in state_of(incoming).items()}
+        outgoing = by_path(incoming)
 
 
 def _recompute(
@@ -203,14 +200,20 @@ def _recompute(
         _, after = continue_from(model, chunk.tokens, before, chunk.start, keep=1)
     where = f"prompt tokens {chunk.start} to {chunk.start + len(chunk.tokens) - 1}"
     if decisions.hexdigest() != chunk.decisions:
-        raise SweepMismatch(f"{where}: recomputation chose other experts or keys than the capture did")
-    recomputed = {slot.path: tensor for slot, tensor in state_of(after).items()}
+        raise SweepMismatch(
+            f"{where}: recomputation chose other experts or keys than the capture did"
+        )
+    recomputed = by_path(after)
     if recomputed.keys() != outgoing.keys():
-        raise SweepMismatch(f"{where}: state has {sorted(recomputed.keys() ^ outgoing.keys())} on one side only")
+        raise SweepMismatch(
+            f"{where}: state has {sorted(recomputed.keys() ^ outgoing.keys())} on one side only"
+        )
     for path, saved in outgoing.items():
         error = (recomputed[path].detach() - saved).norm()
         if not error <= REPRODUCED[saved.dtype] * saved.norm():
-            raise SweepMismatch(f"{where}: {path} differs from its captured value by {error.item():.3g}")
+            raise SweepMismatch(
+                f"{where}: {path} differs from its captured value by {error.item():.3g}"
+            )
     return recomputed
 
 
@@ -240,9 +243,7 @@ def _batched_logits(
     )
     starts = [int(start) - 1 for start in batch.response_start]
     lengths = problem.response_lengths
-    return [
-        output.logits[i, start : start + lengths[i]] for i, start in enumerate(starts)
-    ]
+    return [output.logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
 
 
 def shared_prompts(problem: Problem) -> Iterator[tuple[Tensor, list[int]]]:
@@ -276,7 +277,9 @@ def score(
 
 
 @torch.no_grad()
-def full_score(model: nn.Module, problem: Problem, *, temperature: float = 1.0) -> tuple[Tensor, ...]:
+def full_score(
+    model: nn.Module, problem: Problem, *, temperature: float = 1.0
+) -> tuple[Tensor, ...]:
     """The same log-probs from uncached, unpadded forward passes."""
     return tuple(
         token_logp(full_logits(model, problem, i), response.tokens, temperature)
@@ -300,9 +303,7 @@ def _scores(
     def scored(judge: nn.Module) -> tuple[Tensor, ...]:
         if policy is None:
             return full_score(judge, problem, temperature=objective.temperature)
-        return score(
-            judge, problem, temperature=objective.temperature, policy=policy, chunk=chunk
-        )
+        return score(judge, problem, temperature=objective.temperature, policy=policy, chunk=chunk)
 
     if reference_model is not None:
         return Scores(ref_logp=scored(reference_model))
@@ -313,18 +314,21 @@ def _scores(
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The base model under an adapter. Raises `InputError` for a model that has none to switch off."""
-    if not hasattr(model, "disable_adapter"):
+    wrapper: Any = model
+    if not hasattr(wrapper, "disable_adapter"):
         raise InputError(
             "objective has beta > 0 but the problem has no ref_logp and the model no adapter to switch off: "
             "give ref_logp, a reference_model, or beta=0"
         )
-    with model.disable_adapter():
+    with wrapper.disable_adapter():
         yield
 
 
 def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
-        raise InputError("no parameter of the model requires a gradient: unfreeze what should be trained")
+        raise InputError(
+            "no parameter of the model requires a gradient: unfreeze what should be trained"
+        )
     loss.backward()
 
 

@@ -66,5 +66,7 @@ def parse_policy(spec: str) -> Policy:
             raise InputError(f"policy {spec!r} is not known: use {ALLOWED}")
         fields[match[1]] = int(match[2])
     if fields.get("tail", 1) < 1:
-        raise InputError(f"policy {spec!r}: the live tail needs at least 1 token, use tail:1 or more")
+        raise InputError(
+            f"policy {spec!r}: the live tail needs at least 1 token, use tail:1 or more"
+        )
     return Policy(spec, tail=fields.get("tail", 1), window=fields.get("window", 0))

@@ -38,7 +38,11 @@ class _Promoting(TorchFunctionMode):
     """Reads every request for float32 as one for float64."""
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is Tensor.float:
             return args[0].to(torch.float64)
@@ -81,7 +85,9 @@ def _mode(model: nn.Module, dtype: str) -> Callable[[], AbstractContextManager[A
 
 
 def _backbone(model: nn.Module) -> nn.Module | None:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model
+    if hasattr(inner, "get_base_model"):
+        inner = inner.get_base_model()
     return getattr(inner, getattr(inner, "base_model_prefix", ""), None)
 
 

@@ -7,9 +7,8 @@ as far back as a sweep will go. `PromptState.branch` hands a response its own le
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -18,9 +17,20 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from lsverify.cache import Prefix, Slot, map_state, new_cache, prefix_or_tensor, state_of
+from lsverify.cache import (
+    Prefix,
+    Slot,
+    by_path,
+    leaves_of,
+    map_state,
+    new_cache,
+    prefix_or_tensor,
+    state_of,
+    with_leaves,
+)
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
+from lsverify.tags import Tags, tags_of
 
 
 def continue_from(
@@ -50,18 +60,8 @@ def keep_logits(model: nn.Module, keep: int) -> dict[str, int]:
 
 def unwrapped(model: nn.Module) -> Any:
     """The causal language model inside an adapter wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tags:
-    """What a captured state was computed from. `tokens` is a content hash; lengths are in tokens."""
-
-    weights: str
-    adapter: str
-    tokens: str
-    prompt_length: int
-    boundary: int
+    inner: Any = model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,8 @@ class Chunk:
     def incoming(self, outgoing: dict[str, Tensor]) -> Cache:
         """The state before this chunk, cut from the state after it where it merely grew."""
         return map_state(
-            self.shell, lambda slot, kept: kept.of(outgoing[slot.path]) if isinstance(kept, Prefix) else kept
+            self.shell,
+            lambda slot, kept: kept.of(outgoing[slot.path]) if isinstance(kept, Prefix) else kept,
         )
 
 
@@ -104,25 +105,22 @@ class PromptState:
     def tensors(self) -> dict[Slot, Tensor]:
         return state_of(self.cache)
 
-    def branch(self, leaves: dict[str, Tensor]) -> Cache:
+    def branch(self, leaves: Mapping[str, Tensor]) -> Cache:
         """A response's own copy of the boundary state, in which `leaves` stand for the tensors at their paths."""
-        return map_state(self.cache, lambda slot, tensor: leaves.get(slot.path, tensor))
+        return with_leaves(self.cache, leaves)
 
     def leaves(self) -> dict[str, Tensor]:
-        """Leaf copies of every differentiable tensor of the state; their `.grad` collects d loss / d z.
-
-        An indexer's keys are left out: they choose positions and carry no gradient.
-        """
-        return {
-            slot.path: tensor.detach().requires_grad_()
-            for slot, tensor in self.tensors.items()
-            if slot.kind != "index"
-        }
+        """Leaf copies of the differentiable state (see `leaves_of`)."""
+        return leaves_of(self.cache)
 
     def check(self, model: nn.Module, prompt: Tensor, boundary: int) -> None:
         """Raise `StalePromptState`, naming what changed, unless this state belongs to just this use."""
         now, then = asdict(tags_of(model, prompt, boundary)), asdict(self.tags)
-        moved = [f"{name} was {then[name]} and is {now[name]}" for name in then if then[name] != now[name]]
+        moved = [
+            f"{name} was {then[name]} and is {now[name]}"
+            for name in then
+            if then[name] != now[name]
+        ]
         if moved:
             raise StalePromptState(f"prompt state does not fit: {'; '.join(moved)}; capture again")
 
@@ -159,14 +157,20 @@ def capture(
         with DecisionDigest() as decisions:
             continue_from(model, prompt[start:end], cache, start, keep=1)
         if start >= keep_from:
-            after = {slot.path: tensor for slot, tensor in state_of(cache).items()}
-            shell = map_state(before, lambda slot, t, after=after: prefix_or_tensor(t, after.get(slot.path)))
             chunks.append(
                 Chunk(
-                    start=start, tokens=prompt[start:end], shell=shell, decisions=decisions.hexdigest()
+                    start=start,
+                    tokens=prompt[start:end],
+                    shell=_lean(before, by_path(cache)),
+                    decisions=decisions.hexdigest(),
                 )
             )
     return PromptState(tags=tags_of(model, prompt, boundary), cache=cache, chunks=tuple(chunks))
+
+
+def _lean(before: Cache, after: Mapping[str, Tensor]) -> Cache:
+    """A chunk's incoming state without what can be cut from its outgoing one: keys and values are kept once."""
+    return map_state(before, lambda slot, kept: prefix_or_tensor(kept, after.get(slot.path)))
 
 
 def _pieces(boundary: int, chunk: int, cut: int) -> Iterator[tuple[int, int]]:
@@ -177,43 +181,3 @@ def _pieces(boundary: int, chunk: int, cut: int) -> Iterator[tuple[int, int]]:
         end = cut if start < cut < end else end
         yield start, end
         start = end
-
-
-def tags_of(model: nn.Module, prompt: Tensor, boundary: int) -> Tags:
-    return Tags(
-        weights=weights_version(model),
-        adapter=adapter_of(model),
-        tokens=token_hash(prompt[:boundary]),
-        prompt_length=len(prompt),
-        boundary=boundary,
-    )
-
-
-@torch.no_grad()
-def weights_version(model: nn.Module) -> str:
-    """A digest of the content of every parameter and buffer: any update changes it, however it was written."""
-    digest = hashlib.sha256()
-    for name, tensor in _weights(model):
-        digest.update(f"{name}:{torch.hash_tensor(tensor.detach()).item()};".encode())
-    return digest.hexdigest()[:12]
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def adapter_of(model: nn.Module) -> str:
-    """Which adapters a forward pass would use now: their names, `off`, or `none` for a model without any."""
-    layers = [m for m in model.modules() if hasattr(m, "active_adapters") and hasattr(m, "disable_adapters")]
-    if not layers:
-        return "none"
-    if all(layer.disable_adapters for layer in layers):
-        return "off"
-    return "+".join(sorted({name for layer in layers for name in layer.active_adapters}))
-
-
-def token_hash(tokens: Tensor) -> str:
-    """sha256 over the token ids (first 12 hex digits)."""
-    ids: Sequence[int] = tokens.tolist()
-    return hashlib.sha256(",".join(map(str, ids)).encode()).hexdigest()[:12]

@@ -21,9 +21,15 @@ TROUBLE = pytest.StashKey[Exception]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lsverify", "gradient parity of a GRPO step")
     several = {"action": "append", "default": []}
-    group.addoption("--lsv-arch", metavar="NAME", help="architecture; repeat for several", **several)
-    group.addoption("--lsv-policy", metavar="SPEC", help="detach policy; repeat for several", **several)
-    group.addoption("--lsv-candidate", metavar="MODULE:NAME", help="judge this path instead of ours")
+    group.addoption(
+        "--lsv-arch", metavar="NAME", help="architecture; repeat for several", **several
+    )
+    group.addoption(
+        "--lsv-policy", metavar="SPEC", help="detach policy; repeat for several", **several
+    )
+    group.addoption(
+        "--lsv-candidate", metavar="MODULE:NAME", help="judge this path instead of ours"
+    )
     group.addoption("--lsv-reference", default="declared", help="declared or full")
     group.addoption("--lsv-require", metavar="RUNG", help="highest rung asked for")
     group.addoption("--lsv-dtype", default="float64")
@@ -34,7 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lsv-seed", type=int, default=0)
     group.addoption("--lsv-chunk", type=int)
     group.addoption("--lsv-lora", action="store_true", help="train adapters only")
-    group.addoption("--lsv-quick", action="store_true", help="the smallest problem that shows anything")
+    group.addoption(
+        "--lsv-quick", action="store_true", help="the smallest problem that shows anything"
+    )
 
 
 def options_of(config: pytest.Config) -> Options:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lsverify.compare import Comparison, Limits, compare, measured_limits
-from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
@@ -21,6 +20,7 @@ from lsverify.precision import weight_dtype
 from lsverify.problems import Problem
 from lsverify.references import Gradients, Reference, full_reference, stopped_reference
 from lsverify.setting import Setting
+from lsverify.sharing import check_shareable
 from lsverify.slices import Slice, fused_slices
 
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
@@ -73,15 +73,28 @@ class Referee:
     def __post_init__(self) -> None:
         self.start = weights_of(self.setting.model)
 
+    def require_shareable(self) -> None:
+        """Raises `NotShareable` for a model whose prompt state is not a function of the prompt alone; tested once."""
+        if "shareable" not in self._memo:
+            check_shareable(self.setting.oracle, self.setting.problem)
+            self._memo["shareable"] = True
+
     @cached_property
     def full_run(self) -> Run:
         """Full autograd in the case's own precision, recorded: its decisions and values are what a path must match."""
-        return recorded(full_autograd, self.setting.model, self.setting.problem, self.setting.objective)
+        return recorded(
+            full_autograd, self.setting.model, self.setting.problem, self.setting.objective
+        )
 
     @cached_property
     def full_cost(self) -> Run:
         """Full autograd once without instruments and once weighed: seconds and peak bytes."""
-        arguments = (full_autograd, self.setting.model, self.setting.problem, self.setting.objective)
+        arguments = (
+            full_autograd,
+            self.setting.model,
+            self.setting.problem,
+            self.setting.objective,
+        )
         run = timed(*arguments)
         run.live_bytes_peak = weighed(*arguments).live_bytes_peak
         return run
@@ -116,7 +129,9 @@ class Referee:
         found: Gradients | None = self._memo.get(("sum", id(self.oracle(claim))))
         return found
 
-    def gradient_at(self, weights: Mapping[str, Tensor], claim: Claim, problem: Problem) -> Gradients:
+    def gradient_at(
+        self, weights: Mapping[str, Tensor], claim: Claim, problem: Problem
+    ) -> Gradients:
         """The claimed reference's gradient in float64 at other weights, on another problem."""
         oracle = self.setting.oracle
         before = weights_of(oracle)
@@ -129,9 +144,7 @@ class Referee:
     def compared(self, claim: Claim, actual: Gradients, limits: Limits | None = None) -> Comparison:
         """A gradient against the claimed reference, each tensor and slice within its limit."""
         expected = self.oracle(claim).gradients
-        return compare(
-            as_dtype(expected, actual), actual, limits=limits or self.limits(claim), slices=self.slices
-        )
+        return compare(expected, actual, limits=limits or self.limits(claim), slices=self.slices)
 
     def limits(self, claim: Claim) -> Limits:
         """1e-12 at oracle precision; elsewhere measured from what the precision does to the reference itself."""
@@ -144,7 +157,7 @@ class Referee:
         """Limits for the case's precision from one quantity computed in it and in float64."""
         floor = floor_dtype(self.setting.config.dtype)
         return measured_limits(
-            as_dtype(oracle, native),
+            oracle,
             native,
             factor=FACTOR,
             cap=CAPS[floor],
@@ -164,11 +177,3 @@ class Referee:
 def floor_dtype(name: str) -> torch.dtype:
     """The dtype whose rounding sets the floor of a precision (autocast rounds to bfloat16)."""
     return torch.bfloat16 if name.startswith("bfloat16") else weight_dtype(name)
-
-
-def as_dtype(expected: Gradients, actual: Gradients) -> Gradients:
-    """The oracle's gradients under the dtypes of what is compared with them, so that only real changes of dtype count.
-
-    Values stay float64: a reference is not rounded before it is compared.
-    """
-    return expected

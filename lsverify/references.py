@@ -9,6 +9,7 @@ models whose keys and values are made token by token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,9 +59,7 @@ def take_gradients(model: nn.Module) -> Gradients:
     return taken
 
 
-def full_reference(
-    model: nn.Module, problem: Problem, objective: Objective
-) -> Reference:
+def full_reference(model: nn.Module, problem: Problem, objective: Objective) -> Reference:
     """Full autograd, one unpadded response at a time."""
     take_gradients(model)
     result = full_autograd(model, problem, objective)
@@ -100,7 +99,9 @@ def stopped_reference(
         return kept
 
     response = _accumulated(plan, len(problem), logits, live)
-    return Stopped(response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad})
+    return Stopped(
+        response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad}
+    )
 
 
 def split_gradient(
@@ -124,7 +125,9 @@ def split_gradient(
         return kept
 
     response = _accumulated(plan, len(problem), logits, live)
-    return Stopped(response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad})
+    return Stopped(
+        response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad}
+    )
 
 
 @contextmanager
@@ -211,7 +214,8 @@ def central_difference(
         for name, along in direction.items():
             parameters[name].copy_(before[name] + step * along)
         return sum(
-            plan.member(i, full_logits(model, problem, i)).loss.detach().item() for i in range(len(problem))
+            plan.member(i, full_logits(model, problem, i)).loss.detach().item()
+            for i in range(len(problem))
         )
 
     try:
@@ -221,7 +225,9 @@ def central_difference(
             parameters[name].copy_(before[name])
     correction = abs(row[-1] - row[0])
     for power in range(1, len(steps)):
-        better = [fine + (fine - coarse) / (4**power - 1) for coarse, fine in zip(row, row[1:], strict=False)]
+        better = [
+            fine + (fine - coarse) / (4**power - 1) for coarse, fine in itertools.pairwise(row)
+        ]
         correction = abs(better[-1] - row[-1])
         row = better
     return row[-1], correction

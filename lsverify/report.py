@@ -60,7 +60,9 @@ def number(value: float | None) -> str:
 
 def short(name: str | None) -> str:
     """A parameter's name without what all names share."""
-    return "-" if name is None else name.replace("base_model.model.", "").replace("model.layers.", "")
+    return (
+        "-" if name is None else name.replace("base_model.model.", "").replace("model.layers.", "")
+    )
 
 
 def table(cases: Sequence[CaseReceipt]) -> Table:

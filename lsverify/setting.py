@@ -16,8 +16,8 @@ from lsverify.evidence import CaseConfig
 from lsverify.models import build
 from lsverify.objective import Objective, preset
 from lsverify.paths import full_score
-from lsverify.pretrained import SMOLLM2, tokenizer
 from lsverify.precision import computing, weight_dtype
+from lsverify.pretrained import SMOLLM2, tokenizer
 from lsverify.problems import Problem, ProblemSpec, draw, off_policy
 
 
@@ -57,7 +57,9 @@ class Setting:
 def make_setting(config: CaseConfig) -> Setting:
     """Build everything that a case needs. Raises `InputError` for what cannot be built."""
     if min(config.response_lengths) < 1:
-        raise InputError(f"response length {min(config.response_lengths)} is not allowed: use 1 token or more")
+        raise InputError(
+            f"response length {min(config.response_lengths)} is not allowed: use 1 token or more"
+        )
     model = build(config.arch, seed=config.seed, dtype=config.dtype, lora=config.lora)
     model.train(config.training)
     objective = preset(config.objective)

@@ -174,7 +174,9 @@ class Trace:
         ]
         if columns:
             where, which = (torch.tensor(side) for side in zip(*columns, strict=True))
-            target[i][which] = token_logp(logits[where], response[which], self._temperature).double()
+            target[i][which] = token_logp(
+                logits[where], response[which], self._temperature
+            ).double()
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
         self._modules.append(name)

@@ -20,10 +20,14 @@ def check_mode(mode: str) -> None:
     if mode not in MODES:
         raise InputError(f"wandb {mode!r} is not known: use one of {', '.join(MODES)}")
     if mode != "disabled" and importlib.util.find_spec("wandb") is None:
-        raise InputError("wandb is not installed: pip install 'lsverify[wandb]', or leave --wandb out")
+        raise InputError(
+            "wandb is not installed: pip install 'lsverify[wandb]', or leave --wandb out"
+        )
 
 
-def log(receipt: Receipt, *, mode: str, folder: Path | None = None, project: str = "lsverify") -> Path | None:
+def log(
+    receipt: Receipt, *, mode: str, folder: Path | None = None, project: str = "lsverify"
+) -> Path | None:
     """Log a receipt; returns the run's folder, None when disabled. Losing the network never loses the run's files."""
     if mode == "disabled":
         return None
@@ -45,7 +49,9 @@ def log(receipt: Receipt, *, mode: str, folder: Path | None = None, project: str
     )
     try:
         cases = wandb.Table(columns=list(HEADERS), data=[row(case) for case in receipt.cases])
-        run.log({"gate": cases, **{k: v for case in receipt.cases for k, v in _scalars(case).items()}})
+        run.log(
+            {"gate": cases, **{k: v for case in receipt.cases for k, v in _scalars(case).items()}}
+        )
         run.summary["exit_code"] = exit_code(receipt.cases)
         with tempfile.TemporaryDirectory() as scratch:
             file = Path(scratch) / "receipt.json"

@@ -99,7 +99,7 @@ def test_a_long_failure_is_cut_and_says_so():
 def test_a_pass_says_what_was_counted():
     e = gradients() | {"zero": torch.zeros(3)}
     text = message(compare(e, dict(e), limits=LIMITS))
-    assert "gradient comparison: proven" in text
+    assert "gradient comparison: proven\n" in text
     assert "20 match, 1 zero; 1371 elements compared" in text
 
 

@@ -147,6 +147,34 @@ def test_floating_dtypes_are_one_class_and_layouts_do_not_matter():
     assert turned.worst_parameter == "c"
 
 
+def test_an_infinite_allowance_passes_nothing():
+    e = {"w": torch.full((2,), 1.5e308, dtype=torch.float64)}
+    assert compare(e, {"w": -e["w"]}, limits=LIMITS).status == "failed"
+
+
+def test_an_unexpected_gradient_counts_in_the_global_numbers():
+    e = {"w": torch.tensor([3.0]), "frozen": None}
+    found = compare(e, {"w": torch.tensor([3.0]), "frozen": torch.tensor([4.0])}, limits=LIMITS)
+    assert (found.rel_l2, found.norm_ratio) == (4 / 3, 5 / 3)
+
+
+def test_zero_beside_noise_is_vacuous_and_beside_a_match_is_proven():
+    noise = {f"w{i}": torch.ones(4) for i in range(16)}
+    loose = Limits(relative=0.5, relative_floor=0.99)
+    zero = {"zero": torch.zeros(3)}
+    assert compare(noise | zero, noise | zero, limits=loose).status == "vacuous"
+    assert compare(noise | zero, noise | zero, limits=LIMITS).status == "proven"
+
+
+def test_the_share_counts_elements_over_their_part_of_the_allowance():
+    e = {"w": torch.ones(100, dtype=torch.float64)}
+    a = copy(e)
+    a["w"][:30] += 0.9
+    a["w"][30:] += 0.01
+    found = compare(e, a, limits=Limits(relative=0.4))
+    assert (found.status, found.tensors[0].share_over) == ("failed", 0.3)
+
+
 def test_a_difference_that_overflows_fails():
     e = {"w": torch.tensor([1.5e308], dtype=torch.float64)}
     found = compare(e, {"w": -e["w"]}, limits=LIMITS)
@@ -204,6 +232,7 @@ def test_a_wrong_slice_hidden_by_a_big_fused_tensor_fails():
     sliced = compare(e, a, limits=LIMITS, slices={"model.h.2.attn.qkv_proj.weight": thirds(4)})
     assert sliced.status == "failed"
     assert sliced.worst_slice == "k"
+    assert sliced.counts["mismatch"] == 1
     assert sliced.worst_rel_l2 == pytest.approx(1e-8, rel=1e-6)
     assert sliced.slice_counts["mismatch"] == 1
     assert "model.h.2.attn.qkv_proj.weight[k]" in message(sliced)

@@ -60,6 +60,19 @@ def test_a_floor_above_the_cap_is_inconsistent_and_never_a_wider_limit():
     assert "lm_head.weight: the reference's own floor 2.000e+00 is above the cap" in message(found)
 
 
+def test_the_cap_bounds_the_floor_itself_and_not_the_factor_on_it():
+    oracle = gradients()
+    assert measured(oracle, noisy(oracle, 5e-4)).inconsistent == {}
+    above = measured(oracle, noisy(oracle, 2e-3))
+    assert set(above.inconsistent) == set(oracle)
+    assert max(limit.value for limit in above.per_tensor.values()) == 1e-3
+
+
+def test_a_name_that_the_oracle_does_not_know_is_inconsistent():
+    oracle = gradients()
+    assert measured(oracle, copy(oracle) | {"new": None}).inconsistent == {"new": math.inf}
+
+
 def test_a_certain_failure_is_not_excused_by_an_inconsistent_reference():
     oracle = gradients()
     reference = noisy(oracle, 1e-6)

@@ -9,7 +9,8 @@ from torch import nn
 from lsverify import memory
 from lsverify.cache import new_cache
 from lsverify.errors import InputError
-from lsverify.memory import LiveBytes, Phases, Resident, in_fresh_process, resident_peak
+from lsverify.fresh_process import in_fresh_process
+from lsverify.memory import LiveBytes, Phases, Resident, resident_peak
 from lsverify.models import TINY, build
 
 FLOAT = 4
@@ -62,7 +63,10 @@ def test_a_chain_under_autograd_holds_every_activation_and_the_gradients_so_far(
     # Behind layer j: activations 1 to j - 1, the gradient that came and the one that goes, gradients of weights j on.
     # The first gradient is one number, expanded; beside it the loss.
     at_layer = [
-        (j - 1) * HIDDEN + (HIDDEN if j < DEPTH else 0) + (HIDDEN if j > 1 else 0) + (DEPTH - j + 1) * WEIGHT
+        (j - 1) * HIDDEN
+        + (HIDDEN if j < DEPTH else 0)
+        + (HIDDEN if j > 1 else 0)
+        + (DEPTH - j + 1) * WEIGHT
         for j in range(1, DEPTH + 1)
     ]
     assert live.peak == max(at_layer) + 2 * FLOAT
@@ -73,7 +77,7 @@ def test_views_and_writes_in_place_count_nothing():
     before = torch.zeros(100)
     with LiveBytes() as live:
         made = torch.zeros(100)
-        views = [made.view(10, 10)[2:], made.T, made.detach(), before[3:], before.view(4, 25)]
+        views = [made.view(10, 10)[2:].T, made.detach(), before[3:], before.view(4, 25)]
         made.add_(1)
         before.mul_(2)
         assert live.now == 400
@@ -196,11 +200,12 @@ def test_resident_memory_sees_what_was_freed_before_the_end():
     with resident_peak() as resident:
         torch.ones(size // FLOAT)
     if memory.STATUS.exists():
-        assert size <= resident.growth < 2 * size
+        # The kernel counts pages per processor and adds them up now and then: some are missing.
+        assert abs(resident.growth - size) < size / 50
     with resident_peak() as resident:
         torch.ones(8)
     if memory.STATUS.exists():
-        assert resident.growth < size
+        assert resident.growth < size / 50
 
 
 def test_where_the_mark_cannot_be_set_back_nothing_is_claimed(monkeypatch, tmp_path):
@@ -231,7 +236,10 @@ def test_phases_add_up_and_keep_the_larger_peak(monkeypatch):
     phases.end()
     phases.end()
     assert phases.seconds == {"replay": 1.0 + 3.0, "sweep": 2.0}
-    assert {name: found.peak for name, found in phases.resident.items()} == {"replay": 7, "sweep": 9}
+    assert {name: found.peak for name, found in phases.resident.items()} == {
+        "replay": 7,
+        "sweep": 9,
+    }
 
 
 def test_a_phase_inside_a_phase_is_refused():
@@ -241,14 +249,3 @@ def test_a_phase_inside_a_phase_is_refused():
             pass
     with phases("replay"):
         pass
-
-
-def test_a_fresh_process_returns_json_and_sees_its_environment():
-    assert in_fresh_process("os.path:join", "a", "b") == "a/b"
-    assert in_fresh_process("os:getenv", "LSVERIFY_X", environment={"LSVERIFY_X": "1"}) == "1"
-    assert in_fresh_process("json:dumps", [2, 1], sort_keys=True) == "[2, 1]"
-
-
-def test_a_failure_in_a_fresh_process_is_reported():
-    with pytest.raises(RuntimeError, match=r"os.path:join failed in its own process: TypeError"):
-        in_fresh_process("os.path:join", 3)

@@ -17,7 +17,7 @@ LLAMA = COMMON | {
 }
 DELTA = {
     "num_hidden_layers": 2,
-    "layer_types": ["linear_attention", "full_attention"],
+    "layer_types": ["full_attention", "linear_attention"],
     "head_dim": 8,
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -88,10 +88,10 @@ CONFIGS = {
     ),
     "mamba": lambda: transformers.MambaConfig(**COMMON, hidden_size=24, num_hidden_layers=1),
     "bamba": lambda: transformers.BambaConfig(
-        **LLAMA | {"num_hidden_layers": 2, "attn_layer_indices": [1]}, **MAMBA2
+        **LLAMA | {"num_hidden_layers": 2, "attn_layer_indices": [0]}, **MAMBA2
     ),
     "lfm2": lambda: transformers.Lfm2Config(
-        **LLAMA | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+        **LLAMA | {"num_hidden_layers": 2, "layer_types": ["full_attention", "conv"]}
     ),
 }
 
@@ -144,25 +144,26 @@ def test_slices_partition_every_fused_parameter(arch):
         assert len({part.label for part in parts}) == len(parts) > 1
 
 
+FUSED_ATTENTION = {
+    "gpt2": "c_attn",
+    "gpt_bigcode": "c_attn",
+    "gpt_bigcode_heads": "c_attn",
+    "gpt_neox": "query_key_value",
+    "bloom": "query_key_value",
+    "falcon": "query_key_value",
+    "falcon_heads": "query_key_value",
+    "falcon_new": "query_key_value",
+    "mpt": "Wqkv",
+    "phi3": "qkv_proj",
+}
+DELTA_NETS = {"qwen3_5": "in_proj_qkv", "qwen3_next": "in_proj_qkvz"}
+
 # With one role set to zero the gradient of others vanishes exactly: without values attention gives
 # nothing whatever q and k are, and scores of a zero query do not depend on the keys.
 DEAD = [
     *[
         (arch, module, zeroed, dead, live)
-        for arch, module in {
-            "gpt2": "c_attn",
-            "gpt_bigcode": "c_attn",
-            "gpt_bigcode_heads": "c_attn",
-            "gpt_neox": "query_key_value",
-            "bloom": "query_key_value",
-            "falcon": "query_key_value",
-            "falcon_heads": "query_key_value",
-            "falcon_new": "query_key_value",
-            "mpt": "Wqkv",
-            "phi3": "qkv_proj",
-            "qwen3_5": "in_proj_qkv",
-            "qwen3_next": "in_proj_qkvz",
-        }.items()
+        for arch, module in (FUSED_ATTENTION | DELTA_NETS).items()
         for zeroed, dead, live in [("v", ("q", "k"), ("v",)), ("q", ("k",), ("q",))]
     ],
     ("phi3", "gate_up_proj", "gate", ("up",), ("gate",)),
@@ -199,6 +200,36 @@ def test_a_slice_holds_the_role_that_its_label_says(arch, module, zeroed, dead, 
         assert all(not p.grad[part.index].any() for p, part in pieces), role
     for role in live:
         assert any(p.grad[part.index].any() for p, part in selected(model, slices, module, role))
+
+
+# A loss at the last position sees one query and many keys: the gradient of the query's rows has the
+# rank of the positions that the query is made of (`reach`: 1, or the width of a convolution before it).
+READERS = [
+    *[(arch, module, "q", "k", 1) for arch, module in FUSED_ATTENTION.items()],
+    ("qwen3_5", "in_proj_qkv", "q", "k", 4),
+    ("qwen3_next", "in_proj_qkvz", "q", "k", 4),
+    ("mamba", "x_proj", "C", "B", 1),
+    ("mamba2", "in_proj", "C", "B", 4),
+    ("mamba2", "in_proj", "gate", "dt", 1),
+    ("bamba", "in_proj", "C", "B", 4),
+    ("lfm2", "in_proj", "C", "B", 1),
+]
+
+
+@pytest.mark.parametrize(("arch", "module", "reader", "store", "reach"), READERS)
+def test_what_reads_the_state_is_told_from_what_fills_it(arch, module, reader, store, reach):
+    model = model_of(arch)
+    slices = slices_of(model)
+    tokens = torch.tensor([[3, 9, 5, 12, 7, 21, 8, 17, 25, 11]])
+    model(input_ids=tokens).logits[0, -1].square().mean().backward()
+
+    def rank(role):
+        weights = [(p, s) for p, s in selected(model, slices, module, role) if p.dim() == 2]
+        (axis,) = {0 if s.index[1] == slice(None) else 1 for _, s in weights}
+        rows = torch.cat([p.grad[s.index] for p, s in weights], dim=axis)
+        return int(torch.linalg.matrix_rank(rows, rtol=1e-4))
+
+    assert rank(reader) <= reach < rank(store)
 
 
 def test_mla_slices_are_the_positional_and_the_plain_parts():

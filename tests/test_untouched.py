@@ -126,7 +126,7 @@ def python_random_numbers(model):
 
 
 def numpy_random_numbers(model):
-    np.random.rand()  # noqa: NPY002 the global state is the point
+    np.random.rand()
 
 
 FAULTS = {
@@ -158,7 +158,8 @@ FAULTS = {
 def kept_random_state():
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     yield
-    for restore, state in zip((torch.set_rng_state, random.setstate, np.random.set_state), states):
+    restores = (torch.set_rng_state, random.setstate, np.random.set_state)
+    for restore, state in zip(restores, states, strict=True):
         restore(state)
 
 

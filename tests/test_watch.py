@@ -175,9 +175,15 @@ def test_a_callback_sees_each_forward_before_it_runs(model):
 
 def test_nothing_is_left_on_the_model_even_after_an_error(model):
     before = Untouched(model)
-    with pytest.raises(IndexError), Watch(model) as watch:
-        model(input_ids=TOKENS).logits.sum().backward()
-        model(input_ids=TOKENS + 10**6)
+    watch = Watch(model)
+
+    def failing_step():
+        with watch:
+            model(input_ids=TOKENS).logits.sum().backward()
+            model(input_ids=TOKENS + 10**6)
+
+    with pytest.raises(IndexError):
+        failing_step()
     assert before.changes() == []
     model(input_ids=TOKENS)
     assert [type(event) for event in watch.events] == [Forward, Backward, Forward]

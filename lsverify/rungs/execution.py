@@ -23,7 +23,11 @@ def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> R
             detail="no token was forwarded through the model: the path never entered it",
         )
     faults = [*_side_effects(run)]
-    faults += _schedule(config, claim, problem, run) if config.candidate is None else _sharing(claim, problem, run)
+    faults += (
+        _schedule(config, claim, problem, run)
+        if config.candidate is None
+        else _sharing(claim, problem, run)
+    )
     tokens = run.tokens
     seen = f"{tokens.total} tokens forwarded, {tokens.grad} of them under autograd"
     return Rung(

@@ -29,9 +29,15 @@ def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run])
         return Rung(name="forward", status="not_run", detail="the path raised an error")
     flips = Flips(run, referee)
     if flips.real:
-        return Rung(name="forward", status="failed", measure=float(len(flips.real)), limit=0.0, detail=flips.text())
+        return Rung(
+            name="forward",
+            status="failed",
+            measure=float(len(flips.real)),
+            limit=0.0,
+            detail=flips.text(),
+        )
     if flips.undecided:
-        run = rerun(forced=referee.full_run.trace.choices)
+        run = rerun(forced=flips.expected)
     rung = _values(claim, run, referee)
     if flips.undecided and rung.holds:
         return rung.model_copy(
@@ -53,8 +59,9 @@ class Flips:
         self.undecided: list[str] = []
         full = referee.full_run.trace
         assert full is not None
-        self.compared = len(run.trace.choices.keys() & full.choices.keys())
-        for (site, place), expected in full.choices.items():
+        self.expected = full.choices
+        self.compared = len(run.trace.choices.keys() & self.expected.keys())
+        for (site, place), expected in self.expected.items():
             actual = run.trace.choices.get((site, place))
             if actual is None or actual.chosen == expected.chosen:
                 continue
@@ -103,7 +110,9 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
     if run.result is not None and run.result.log_probs is not None and where == "seen at the head":
         reported = compare(_named(expected), _named(run.result.log_probs), limits=limits)
         if not reported.passed:
-            faults.append(f"the log-probs it reports are not the ones it computed ({reported.worst_rel_l2})")
+            faults.append(
+                f"the log-probs it reports are not the ones it computed ({reported.worst_rel_l2})"
+            )
     return Rung(
         name="forward",
         status="failed" if faults else "proven",
@@ -123,7 +132,9 @@ def _log_probs(run: Run) -> tuple[str, Sequence[Tensor]] | None:
     return None
 
 
-def _wrong_shapes(expected: Sequence[Tensor], actual: Sequence[Tensor], where: str) -> Iterator[str]:
+def _wrong_shapes(
+    expected: Sequence[Tensor], actual: Sequence[Tensor], where: str
+) -> Iterator[str]:
     if len(actual) != len(expected):
         yield f"log-probs {where} for {len(actual)} responses, the problem has {len(expected)}"
         return
@@ -134,7 +145,10 @@ def _wrong_shapes(expected: Sequence[Tensor], actual: Sequence[Tensor], where: s
 
 def _first_wrong(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str:
     """The token whose log-prob is furthest off, with both values."""
-    errors = [(e.double() - a.double()).abs().nan_to_num(math.inf) for e, a in zip(expected, actual, strict=True)]
+    errors = [
+        (e.double() - a.double()).abs().nan_to_num(math.inf)
+        for e, a in zip(expected, actual, strict=True)
+    ]
     i = max(range(len(errors)), key=lambda n: errors[n].max().item())
     t = int(errors[i].argmax())
     return f"response {i} token {t}: {actual[i][t].item():.12g} instead of {expected[i][t].item():.12g}"

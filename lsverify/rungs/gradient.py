@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lsverify.compare import Comparison, compare, message
-from lsverify.evidence import Rung
+from lsverify.compare import Comparison, Limits, compare, message
+from lsverify.evidence import Rung, Status
 from lsverify.observe import Run
 from lsverify.referee import Claim, Referee
 from lsverify.references import Gradients
@@ -15,8 +15,10 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
         return Rung(name="gradient", status="not_run", detail="the path raised an error")
     limit = max((t.limit for t in comparison.tensors), default=comparison.limit)
 
-    def rung(status: str, detail: str) -> Rung:
-        return Rung(name="gradient", status=status, measure=comparison.rel_l2, limit=limit, detail=detail)  # type: ignore[arg-type]
+    def rung(status: Status, detail: str) -> Rung:
+        return Rung(
+            name="gradient", status=status, measure=comparison.rel_l2, limit=limit, detail=detail
+        )
 
     parts = consistent(claim, referee)
     if parts is not None and not parts.passed:
@@ -24,7 +26,9 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
             "reference_inconsistent",
             f"response term and state term do not sum to full autograd: {message(parts)}",
         )
-    twice = compare(run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices)
+    twice = compare(
+        run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices
+    )
     if comparison.passed and not (twice.passed or twice.status == "vacuous"):
         return rung("nondeterministic", f"two runs of the path disagree: {message(twice)}")
     if comparison.passed:
@@ -39,10 +43,4 @@ def consistent(claim: Claim, referee: Referee) -> Comparison | None:
     if total is None:
         return None
     full = Claim(label="full", policy=None, objective=claim.objective)
-    return referee.compared(full, total, limits=None if referee.setting.oracle is referee.setting.model else oracle_limits())
-
-
-def oracle_limits():  # noqa: ANN201
-    from lsverify.compare import Limits
-
-    return Limits()
+    return referee.compared(full, total, limits=Limits())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
-from lsverify.compare import Comparison, Limit, Limits, compare, message
+from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import Rung
+from lsverify.limits import Limit
 from lsverify.observe import restore, weights_of
 from lsverify.optimizers import PROBES, ClosedForm, TorchStep
-from lsverify.paths import Path, Update, full_autograd
-from lsverify.policies import Policy
+from lsverify.paths import Path, Update
 from lsverify.referee import Claim, Referee
 from lsverify.references import Gradients, take_gradients
 
@@ -31,7 +29,7 @@ def optimizer_delta(path: Path, claim: Claim, referee: Referee, own: Update | No
         if not comparison.passed:
             return Rung(
                 name="optimizer_delta",
-                status=comparison.status,  # type: ignore[arg-type]
+                status=comparison.status,
                 measure=comparison.rel_l2,
                 limit=comparison.limit,
                 detail=f"after two {update.kind} steps: {message(comparison)}",
@@ -43,7 +41,7 @@ def optimizer_delta(path: Path, claim: Claim, referee: Referee, own: Update | No
     rel, comparison, update = worst
     return Rung(
         name="optimizer_delta",
-        status=comparison.status,  # type: ignore[arg-type]
+        status=comparison.status,
         measure=rel,
         limit=max((t.limit for t in comparison.tensors), default=comparison.limit),
         detail=f"parameters after two steps; furthest under {update.kind}, {comparison.worst_parameter}",
@@ -79,10 +77,7 @@ def _path_delta(
             path(model, problem, referee.setting.objective)
             if not steps_itself:
                 optimizer.step()
-        return {
-            name: tensor.detach().double() - before[name].double()
-            for name, tensor in _trainable(model)
-        }
+        return {name: tensor.double() - before[name].double() for name, tensor in _trainable(model)}
     finally:
         take_gradients(model)
         restore(model, before)
@@ -100,11 +95,15 @@ def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update)
         per_tensor: dict[str, Limit] = {}
         for name, delta in expected.items():
             size = float(delta.norm()) if delta is not None else 0.0
-            rounding = ROUNDINGS * eps * float(weights[name].detach().norm()) / size if size else 0.0
+            rounding = ROUNDINGS * eps * float(weights[name].norm()) / size if size else 0.0
             value = min(1e-12 + rounding, 1e-6)
-            per_tensor[name] = Limit(value, "1e-12 plus the rounding of a weight that moves this little")
+            per_tensor[name] = Limit(
+                value, "1e-12 plus the rounding of a weight that moves this little"
+            )
         return Limits(per_tensor=per_tensor)
-    native = _path_delta(_reference_path(claim, referee), claim, referee, update, steps_itself=False)
+    native = _path_delta(
+        _reference_path(claim, referee), claim, referee, update, steps_itself=False
+    )
     return referee.measured(expected, native)
 
 
@@ -121,4 +120,4 @@ def _reference_path(claim: Claim, referee: Referee) -> Path:
 
 
 def _trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [(name, p.detach()) for name, p in model.named_parameters() if p.requires_grad]
