@@ -25,5 +25,5 @@ stage format "$bin/ruff" format --check .
 stage types "$bin/mypy"
 stage tests "$bin/python" -m pytest tests -q -n 2 \
   --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
-stage suites "$bin/python" -m pytest suites -q -n 2
+stage suites "$bin/python" -m pytest suites -q -n 2 --dist loadgroup
 printf '\n== all passed in %d s\n' "$SECONDS"

@@ -74,7 +74,8 @@ class Workload(BaseModel):
             bos_token_id=None,
             eos_token_id=None,
         )
-        return tiny(config, seed=self.seed, dtype="float32")
+        model: nn.Module = tiny(config, seed=self.seed, dtype="float32")
+        return model
 
     def ideal(self, path: str, group_size: int) -> Work:
         """What the path costs when it does nothing twice."""
@@ -140,11 +141,13 @@ class Report(BaseModel):
         full = self.row("full_batched", row.group_size)
         if full is None:
             return {"speed": None, "live": None, "resident": None}
-        resident = full.resident_peak and row.resident_peak
+        resident = None
+        if full.resident_peak is not None and row.resident_peak:
+            resident = full.resident_peak / row.resident_peak
         return {
             "speed": full.seconds / row.seconds,
             "live": full.live_bytes_peak / row.live_bytes_peak,
-            "resident": full.resident_peak / row.resident_peak if resident else None,
+            "resident": resident,
         }
 
     def growth(self, path: str) -> float | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 
 from lsverify.cases import Options, load_candidate
 from lsverify.errors import InputError
-from lsverify.evidence import RUNGS, CaseReceipt, Rung
+from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Rung
 from lsverify.pytest_plugin import JUDGED, TROUBLE, Evidence, as_arguments, case_id
 
 Progress = Callable[[str, Rung], None]
@@ -36,19 +36,38 @@ def run_gate(
 ) -> list[CaseReceipt]:
     """Judge every case of `options`; `progress(case, rung)` is called as rungs are settled.
 
-    Raises `InputError` for bad input, before anything runs where it can be seen from the options alone; any other
-    exception is a fault of lsverify itself.
+    `junit` is written whole at the end, and not at all when an error is raised. Raises `InputError` for bad input,
+    before anything runs where it can be seen from the options alone, and KeyboardInterrupt when interrupted; any
+    other exception is a fault of lsverify itself.
     """
-    options.cases()
+    cases = list(dict.fromkeys(options.cases()))
     if options.candidate is not None:
         load_candidate(options.candidate)
     listener = _Listener(progress)
-    files = [str(suites_folder() / f"test_{name}.py") for name in RUNGS]
-    arguments = [
-        *files,
+    with _written_whole(junit) as report, _only_our_plugin():
+        code = pytest.main([*_arguments(options), *report], plugins=[listener])
+        if listener.trouble is not None:
+            raise listener.trouble
+        if code == pytest.ExitCode.INTERRUPTED:
+            raise KeyboardInterrupt
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            raise RuntimeError(f"pytest ended with {code!r} instead of a verdict")
+        # A case without a receipt would be missing from the table, and so from the exit code.
+        missing = [case_id(case) for case in cases if case not in listener.receipts]
+        if missing:
+            raise RuntimeError(f"no receipt for {', '.join(missing)}")
+    return [listener.receipts[case] for case in cases]
+
+
+def _arguments(options: Options) -> list[str]:
+    suites = suites_folder()
+    return [
+        *(str(suites / f"test_{name}.py") for name in RUNGS),
         *as_arguments(options),
+        # Modules are named from the root: `suites.test_gradient` meets no module of the caller's.
         "--import-mode=importlib",
-        f"--rootdir={suites_folder()}",
+        f"--rootdir={suites.parent}",
+        "--noconftest",
         "-c",
         os.devnull,
         "-p",
@@ -60,13 +79,27 @@ def run_gate(
         "-W",
         "default",
     ]
-    if junit is not None:
-        arguments.append(f"--junitxml={junit}")
-    with _only_our_plugin():
-        pytest.main(arguments, plugins=[listener])
-    if listener.trouble is not None:
-        raise listener.trouble
-    return listener.receipts
+
+
+@contextmanager
+def _written_whole(junit: Path | None) -> Iterator[list[str]]:
+    """Pytest's arguments for a JUnit file that appears under its name once it is whole and true.
+
+    Raises `InputError` when its folder is not there or it cannot be a file.
+    """
+    if junit is None:
+        yield []
+        return
+    if junit.is_dir() or not junit.parent.is_dir():
+        raise InputError(
+            f"junit {str(junit)!r} is not a file in a folder that exists: create the folder, or choose another file"
+        )
+    temporary = junit.with_name(f".{junit.name}.{os.getpid()}")
+    try:
+        yield [f"--junitxml={temporary}"]
+        temporary.replace(junit)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class _Listener:
@@ -74,7 +107,7 @@ class _Listener:
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
-        self.receipts: list[CaseReceipt] = []
+        self.receipts: dict[CaseConfig, CaseReceipt] = {}
         self.trouble: BaseException | None = None
 
     @pytest.hookimpl(wrapper=True)
@@ -85,7 +118,11 @@ class _Listener:
             self._tell(item, getattr(item, "funcargs", {}).get("evidence"))
 
     def _tell(self, item: pytest.Item, evidence: Evidence | None) -> None:
-        if self._progress is not None and evidence is not None and evidence.settled:
+        if self._progress is None or evidence is None or not evidence.settled:
+            return
+        # What a path prints is kept out of the way by pytest's capture; progress is to be seen.
+        capture = item.config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture else nullcontext():
             for rung in evidence.receipt.rungs:
                 if item.path.stem == f"test_{rung.name}":
                     self._progress(case_id(evidence.config), rung)
@@ -93,20 +130,21 @@ class _Listener:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         judged = session.config.stash.get(JUDGED, {})
-        self.receipts = [evidence.receipt for evidence in judged.values() if evidence.settled]
+        self.receipts = {case: found.receipt for case, found in judged.items() if found.settled}
         self.trouble = session.config.stash.get(TROUBLE, None)
 
 
 @contextmanager
 def _only_our_plugin() -> Iterator[None]:
-    """Keeps whatever else is installed in the user's environment out of the run."""
-    name = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
+    """Keeps the user's own pytest set-up out of the run: other plugins, and options such as `-k`, which drop cases."""
+    ours = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

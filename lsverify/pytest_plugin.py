@@ -142,6 +142,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("evidence", cases, indirect=True, scope="session", ids=case_id)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under `pytest -n N --dist loadgroup`, keep a case's rungs on one worker: it is judged once."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and "evidence" in call.params:
+            item.add_marker(pytest.mark.xdist_group(case_id(call.params["evidence"])))
+
+
 def case_id(case: CaseConfig) -> str:
     """A case's name in test ids and tables."""
     return f"{case.arch}-{case.candidate or ''}{case.policy or ''}"

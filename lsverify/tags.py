@@ -48,10 +48,11 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def adapter_of(model: nn.Module) -> str:
     """Which adapters a forward pass would use now: their names, `off`, or `none` for a model without any."""
+    # A model has methods of the same names; only an adapter's layer has the states themselves.
     layers: list[Any] = [
         module
         for module in model.modules()
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters")
+        if isinstance(getattr(module, "disable_adapters", None), bool)
     ]
     if not layers:
         return "none"

@@ -223,7 +223,7 @@ def test_an_honest_outside_implementation_holds(name, fault):
 )
 def test_planted_faults_are_refused_at_every_seed(fault):
     objective = preset("dapo", **SETTINGS)
-    for seed in range(3):
+    for seed in range(2):
         result = check_objective(objective, drawn(seed), seed, loss=partial(candidate, fault=fault))
         assert not holds(result)
         assert result[0] > 1e5 * result[1] or math.isnan(result[0])

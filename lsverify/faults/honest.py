@@ -1,0 +1,117 @@
+"""Honest steps with replaceable pieces, written apart from `lsverify.paths`: a fault is one piece put in wrong.
+
+`Dense` runs every response with its own prompt. `Sharing` runs a prompt once, keeps its graph, replays the responses
+from leaf copies of the state, and goes back through the prompt once with what they sent. As they stand both are
+right, which is tested: so a fault is refused for its one wrong piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from lsverify.cache import Slot, leaves_of, map_state, new_cache, state_of, with_leaves
+from lsverify.objective import Objective, Plan, prepare
+from lsverify.paths import StepResult, full_logits, shared_prompts
+from lsverify.problems import Problem
+from lsverify.prompt import continue_from, unwrapped
+
+Leaves = dict[str, Tensor]
+
+
+def run_prompt(model: nn.Module, tokens: Tensor) -> Cache:
+    """The state after `tokens` [B], from nothing; with a graph where autograd is on."""
+    cache = new_cache(unwrapped(model).config)
+    if len(tokens):
+        continue_from(model, tokens, cache, 0, keep=1)
+    return cache
+
+
+def run_branch(model: nn.Module, problem: Problem, i: int, cache: Cache, boundary: int) -> Tensor:
+    """The logits [R_i, V] of response i, continued from the state of its first `boundary` tokens."""
+    branch = problem.tokens(i)[boundary:-1]
+    logits, _ = continue_from(model, branch, cache, boundary, len(problem.responses[i].tokens))
+    return logits
+
+
+def one_token_live(prompt_length: int) -> int:
+    """B = P - 1: the last prompt token belongs to every branch."""
+    return prompt_length - 1
+
+
+def every_cotangent(slot: Slot, cotangent: Tensor) -> Tensor | None:
+    """What goes back into the prompt for one tensor of its state: all that came."""
+    return cotangent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense:
+    """One pass from the first prompt token per response; claims `full`."""
+
+    prepare: Callable[[Objective, Problem], Plan] = prepare
+    logits: Callable[[nn.Module, Problem, int], Tensor] = full_logits
+    backward: Callable[[nn.Module, int, Tensor], None] = lambda model, i, loss: loss.backward()
+
+    def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+        plan, total, log_probs = self.prepare(objective, problem), 0.0, []
+        for i in range(len(problem)):
+            member = plan.member(i, self.logits(model, problem, i))
+            self.backward(model, i, member.loss)
+            total += member.loss.detach().item()
+            log_probs.append(member.logp)
+        return StepResult(loss=total, log_probs=tuple(log_probs), reference="full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """One pass over each distinct prompt, one per response from its state; claims `exact`, or `detach` without a graph."""
+
+    claim: str = "exact"
+    boundary: Callable[[int], int] = one_token_live
+    prompt: Callable[[nn.Module, Tensor], Cache] = run_prompt
+    handed: Callable[[Cache, Leaves], Cache] = with_leaves
+    branch: Callable[[nn.Module, Problem, int, Cache, int], Tensor] = run_branch
+    returned: Callable[[Slot, Tensor], Tensor | None] = every_cotangent
+
+    def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+        plan, total = prepare(objective, problem), 0.0
+        log_probs: dict[int, Tensor] = {}
+        for prompt, members in shared_prompts(problem):
+            boundary = self.boundary(len(prompt))
+            with torch.set_grad_enabled(self.claim != "detach"):
+                state = self.prompt(model, prompt[:boundary])
+            leaves = leaves_of(state)
+            for i in members:
+                cache = self.handed(state, leaves)
+                member = plan.member(i, self.branch(model, problem, i, cache, boundary))
+                member.loss.backward()
+                total += member.loss.detach().item()
+                log_probs[i] = member.logp
+            self._into_prompt(state, leaves)
+        ordered = tuple(log_probs[i] for i in range(len(problem)))
+        return StepResult(loss=total, log_probs=ordered, reference=self.claim)
+
+    def _into_prompt(self, state: Cache, leaves: Leaves) -> None:
+        sent = [
+            (tensor, cotangent)
+            for slot, tensor in state_of(state).items()
+            if tensor.requires_grad
+            and slot.path in leaves
+            and (grad := leaves[slot.path].grad) is not None
+            and (cotangent := self.returned(slot, grad)) is not None
+        ]
+        if sent:
+            torch.autograd.backward(*map(list, zip(*sent, strict=True)))
+
+
+dense = Dense()
+sharing = Sharing()
+
+
+__all__ = ["Dense", "Sharing", "run_branch", "run_prompt"]
+_ = (Any, map_state)

@@ -1,0 +1,128 @@
+"""One GRPO step by structure and seed: made concrete, run, and held to what it claims.
+
+A `Step` holds lengths, sizes and options; every number in it (weights, tokens, rewards, log-probs) follows from its
+seed. So a step that fails is named by one line and shrinks in structure.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lsverify.compare import Comparison, Limits, compare, message
+from lsverify.evidence import CaseConfig
+from lsverify.limits import ORACLE_LIMIT
+from lsverify.models import build
+from lsverify.objective import Objective, preset
+from lsverify.paths import Path, full_score, longstraw
+from lsverify.precision import threads
+from lsverify.problems import ProblemSpec, draw, off_policy
+from lsverify.referee import Referee, claim_of
+from lsverify.references import Gradients, take_gradients
+from lsverify.rungs.gradient import consistent
+from lsverify.setting import Setting
+from lsverify.slices import Slice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The structure of one step. `spec.seed` is the seed of the model too; `chunk` is in tokens."""
+
+    spec: ProblemSpec
+    objective: Objective = preset("grpo")
+    policy: str = "exact"
+    chunk: int = 8
+    training: bool = True
+
+    def __str__(self) -> str:
+        spec, mode = self.spec, "train()" if self.training else "eval()"
+        return (
+            f"{self.objective.name} {self.policy} seed {spec.seed} prompts {spec.prompt_lengths} "
+            f"groups {spec.sizes()} responses {spec.response_lengths} chunk {self.chunk} {mode}"
+        )
+
+    def setting(self, arch: str) -> Setting:
+        """Model, problem and objective at oracle precision; the model is shared by steps of the same seed."""
+        model = _model(arch, self.spec.seed).train(self.training)
+        problem = draw(self.spec, model.config.get_text_config().vocab_size)
+        config = CaseConfig(arch=arch, seed=self.spec.seed, training=self.training)
+        setting = Setting(
+            config=config, model=model, objective=self.objective, problem=problem, second=problem
+        )
+        with setting.computing(), threads(1):
+            current = full_score(model, problem, temperature=self.objective.temperature)
+        problem = off_policy(problem, current, self.objective, self.spec.seed)
+        return Setting(
+            config=config, model=model, objective=self.objective, problem=problem, second=problem
+        )
+
+    def path(self) -> Path:
+        """The LongStraw path with the step's policy and chunk."""
+        return functools.partial(longstraw, policy=self.policy, chunk=self.chunk)
+
+
+@functools.lru_cache(maxsize=24)
+def _model(arch: str, seed: int) -> nn.Module:
+    return build(arch, seed=seed)
+
+
+def hold(arch: str, step: Step, path: Path | None = None) -> Comparison:
+    """Run the step through `path` (None: its own) and hold gradient and log-probs to the reference it declares.
+
+    A stopped reference counts only where its two terms sum to the cache-free full gradient. Raises AssertionError,
+    naming the step and what differs, unless everything is within 1e-12.
+    """
+    setting, case = step.setting(arch), f"{arch} {step}"
+    model, problem = setting.model, setting.problem
+    with setting.computing(), threads(1):
+        take_gradients(model)
+        result = (path or step.path())(model, problem, setting.objective)
+        gradients = take_gradients(model)
+        referee = Referee(setting)
+        claim = claim_of(setting.config, result, setting.objective)
+        comparison = accept(referee.compared(claim, gradients), case)
+        parts = consistent(claim, referee)
+        if parts is not None:
+            accept(parts, f"{case}, the reference's two terms against full autograd")
+        if result is not None and result.log_probs is not None:
+            expected = referee.oracle(claim).log_probs
+            hold_log_probs(expected, result.log_probs, case)
+    return comparison
+
+
+def hold_equal(
+    expected: Gradients,
+    actual: Gradients,
+    case: str,
+    slices: Mapping[str, Sequence[Slice]] | None = None,
+) -> Comparison:
+    """Two gradients that must be equal to 1e-12, per tensor and slice and over all. Raises AssertionError."""
+    return accept(compare(expected, actual, limits=Limits(), slices=dict(slices or {})), case)
+
+
+def accept(comparison: Comparison, case: str) -> Comparison:
+    """The comparison, if it proves equality to 1e-12 over all parameters too. Raises AssertionError otherwise."""
+    if not comparison.passed:
+        raise AssertionError(f"{case}: {message(comparison)}")
+    overall = comparison.rel_l2
+    if comparison.status == "proven" and not (overall is not None and overall <= ORACLE_LIMIT):
+        raise AssertionError(f"{case}: relative L2 over all parameters is {overall}")
+    return comparison
+
+
+def hold_log_probs(expected: Sequence[Tensor], actual: Sequence[Tensor], case: str) -> None:
+    """Log-probs [R_i] of every response that must be equal to 1e-12 of their norm. Raises AssertionError."""
+    e, a = torch.cat(list(expected)), torch.cat(list(actual))
+    if e.shape != a.shape:
+        raise AssertionError(f"{case}: {len(a)} log-probs, expected {len(e)}")
+    error = (a - e).norm() / e.norm()
+    if not error <= ORACLE_LIMIT:
+        at = int((a - e).abs().argmax())
+        raise AssertionError(
+            f"{case}: log-probs differ by relative L2 {error:.3g}, most at token {at} of all responses: "
+            f"{a[at]:.17g}, expected {e[at]:.17g}"
+        )

@@ -1,0 +1,129 @@
+"""Gradient of `exact` = full autograd's; of `detach`, `window:m`, `tail:k` = their stopped reference's; to 1e-12.
+
+The ladder judges one problem per architecture. Here lengths, groups and chunks vary over the edges where
+implementations change course: prompts of one token, chunks that end on, before and behind the boundary, windows,
+top-k selections and delta-net chunks that are just full, responses of one token, groups of one. Guards against code
+that is right only away from an edge. With `test_references`: each path trains what it claims to train.
+
+LSVERIFY_PROFILE=deep meets every prompt length from 1 to 200 at six seeds or more, and every seed at 66 lengths.
+"""
+
+import pytest
+from hypothesis import given
+
+from lsverify.objective import preset
+from lsverify.problems import ProblemSpec
+from lsverify.steps import Step, hold
+from lsverify.strategies import LONGEST, SEEDS, policies, register_profiles, steps
+
+PROFILE = register_profiles()
+# Every how many tokens a seed meets a prompt length; each seed begins elsewhere.
+STRIDE = {"quick": 200, "ci": 60, "deep": 3}[PROFILE]
+# Prompts of one problem of the sweep.
+PACK = 12
+OBJECTIVES = ("reinforce", "grpo", "dapo", "rloo", "dr_grpo", "gspo", "bnpo", "cispo")
+
+
+def step(prompts, groups, responses, chunk, *, seed, policy="exact", objective="grpo", **fields):
+    spec = ProblemSpec(
+        prompt_lengths=prompts, group_sizes=groups, response_lengths=responses, seed=seed, **fields
+    )
+    chosen = preset(objective)
+    return Step(
+        spec=spec, objective=chosen, policy=policy, chunk=chunk, training=seed % 2 == 0
+    )
+
+
+# prompts, group sizes, response lengths, chunk. B is one less than the prompt.
+EDGES = {
+    "one-token prompts": ((1, 2), (2, 3), (1, 2, 5), 1),
+    "chunks of one token": ((12,), (2,), (3, 1), 1),
+    "boundary around a chunk": ((8, 9, 10), (2, 1, 3), (1, 4, 2), 8),
+    "boundary around two chunks": ((16, 17, 18), (1, 3, 2), (2, 1), 8),
+    "chunk beyond the prompt": ((13, 5), (2, 2), (4, 1, 2), 64),
+    "responses of one token": ((11, 6), (4, 2), (1,), 4),
+    "response longer than prompt": ((5, 9), (2, 2), (21, 1), 3),
+    "longest": ((200, 199), (2, 1), (2, 1), 64),
+}
+WINDOW_OR_TOPK = {
+    "prompt around 8": ((7, 8, 9, 10), (2, 1, 3, 1), (2, 1, 4), 3),
+    "chunk of 7": ((15, 16, 17), (2, 2, 1), (1, 3), 7),
+    "chunk of 8": ((24, 25, 26), (1, 2, 2), (1, 8), 8),
+    "chunk of 9": ((17, 18, 19), (2, 1, 2), (9, 2), 9),
+    "branch around 8": ((3,), (4,), (7, 8, 9, 10), 2),
+}
+DELTA_NET = {
+    "prompt around 64": ((63, 64, 65, 66), (2, 1, 1, 2), (1, 3), 512),
+    "prompt around 128": ((127, 128, 129, 130), (1, 2, 1, 1), (2, 1), 512),
+    "chunk of 63": ((127, 128), (2, 1), (1, 2), 63),
+    "chunk of 64": ((128, 129, 130), (1, 2, 1), (1, 2), 64),
+    "chunk of 65": ((131, 132), (1, 2), (2, 1), 65),
+    "branch around 64": ((3,), (4,), (63, 64, 65, 66), 2),
+}
+OWN = {"mistral": WINDOW_OR_TOPK, "glm_moe_dsa": WINDOW_OR_TOPK, "qwen3_5": DELTA_NET}
+
+
+def edges(arch):
+    return list((EDGES | OWN.get(arch, {})).items())
+
+
+def test_exact_at_every_edge(arch, candidate, record_property):
+    for number, (_, shape) in enumerate(edges(arch)):
+        # Group statistics leave a group of one without a gradient; rewards as they are do not.
+        for objective in ("grpo", "reinforce") if 1 in shape[1] else ("grpo",):
+            found = hold(arch, step(*shape, seed=number, objective=objective), candidate)
+            assert found.status == "proven"
+            record_property("rel_l2", found.rel_l2)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_exact_over_prompt_lengths(arch, seed, candidate, record_property):
+    lengths = range(1 + 37 * seed % STRIDE, LONGEST + 1, STRIDE)
+    for number in range(0, len(lengths), PACK):
+        pack = tuple(lengths[number : number + PACK])
+        found = hold(
+            arch,
+            step(
+                pack,
+                tuple(1 + (seed + place) % 2 for place in range(len(pack))),
+                ((1, 3, 2), (2, 1), (4, 1, 1, 2))[seed % 3],
+                (16, 64, 33, 200)[seed % 4],
+                seed=seed,
+                objective=OBJECTIVES[(seed + number // PACK) % len(OBJECTIVES)],
+                holes=seed % 3 == 0,
+            ),
+            candidate,
+        )
+        record_property("prompts", len(pack))
+        record_property("rel_l2", found.rel_l2)
+
+
+@given(drawn=steps())
+def test_exact_on_drawn_steps(arch, drawn, candidate):
+    hold(arch, drawn, candidate)
+
+
+POLICIES = {
+    "detach": 8,
+    "window:1": 8,
+    "window:7": 8,
+    "window:8": 8,
+    "window:9": 8,
+    "window:300": 64,
+    "tail:2": 8,
+    "tail:9": 4,
+    "tail:300": 8,
+    "tail:3+window:0": 5,
+    "tail:3+window:6": 5,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_at_chunk_edges(arch, policy):
+    chunk = POLICIES[policy]
+    hold(arch, step((17, 18, 1, 10), (3, 2, 2, 1), (1, 4, 2), chunk, seed=3, policy=policy))
+
+
+@given(drawn=steps(policies=policies()))
+def test_policies_on_drawn_steps(arch, drawn):
+    hold(arch, drawn)
