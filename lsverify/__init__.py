@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lsverify.errors import InputError, NotShareable, StalePromptState
     from lsverify.models import build
-    from lsverify.objective import Objective, preset
+    from lsverify.objective import Objective, Plan, Scores, prepare, preset
     from lsverify.paths import StepResult, Update, full_autograd, longstraw, score
     from lsverify.problems import Group, Problem, ProblemSpec, Response, draw, off_policy
     from lsverify.prompt import PromptState
@@ -20,10 +20,12 @@ __all__ = [
     "InputError",
     "NotShareable",
     "Objective",
+    "Plan",
     "Problem",
     "ProblemSpec",
     "PromptState",
     "Response",
+    "Scores",
     "StalePromptState",
     "StepResult",
     "Update",
@@ -33,6 +35,7 @@ __all__ = [
     "full_autograd",
     "longstraw",
     "off_policy",
+    "prepare",
     "preset",
     "score",
 ]
@@ -42,10 +45,12 @@ _HOME = {
     "InputError": "errors",
     "NotShareable": "errors",
     "Objective": "objective",
+    "Plan": "objective",
     "Problem": "problems",
     "ProblemSpec": "problems",
     "PromptState": "prompt",
     "Response": "problems",
+    "Scores": "objective",
     "StalePromptState": "errors",
     "StepResult": "paths",
     "Update": "paths",
@@ -54,6 +59,7 @@ _HOME = {
     "full_autograd": "paths",
     "longstraw": "paths",
     "off_policy": "problems",
+    "prepare": "objective",
     "preset": "objective",
     "score": "paths",
 }

@@ -266,20 +266,16 @@ def _counted(c: Comparison) -> str:
 
 
 def _entry(r: TensorResult) -> list[str]:
-    lines = [
+    assert r.worst is not None  # only what has elements can differ
+    at, share = r.worst, 100 * (r.share_over or 0.0)
+    return [
         f"  {r.key}: relative L2 {_show(r.rel_l2)}, cosine {_show(r.cosine, '.12g')}, "
         f"norm ratio {_show(r.norm_ratio, '.6g')}",
-        f"    error {r.error_norm:.3e}, allowance {r.allowance:.3e} (limit {r.limit:.3g}: "
-        f"{r.limit_source})",
+        f"    error {r.error_norm:.3e}, allowance {r.allowance:.3e} "
+        f"(limit {r.limit:.3g}: {r.limit_source})",
+        f"    largest at {at.index}: expected {at.expected!r}, actual {at.actual!r}, difference "
+        f"{at.difference:.3e}; {share:.3g}% of {r.elements} elements over their share of the allowance",
     ]
-    if r.worst is not None:
-        w = r.worst
-        lines.append(
-            f"    largest at {w.index}: expected {w.expected!r}, actual {w.actual!r}, "
-            f"difference {w.difference:.3e}; {100 * (r.share_over or 0.0):.3g}% of {r.elements} "
-            "elements over their share of the allowance"
-        )
-    return lines
 
 
 def _show(value: float | None, spec: str = ".3e") -> str:

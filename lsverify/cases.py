@@ -7,12 +7,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig
+from lsverify.objective_options import PRESETS
 from lsverify.policies import parse_policy
 
 DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
@@ -54,12 +55,14 @@ class Options:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("reference", self.reference, REFERENCES)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
+        _one_of("objective", self.objective, tuple(PRESETS))
         # A candidate claims what it declares; only a policy that the user names is a claim made for it.
         default = (None,) if self.candidate else DEFAULT_POLICIES
         policies: tuple[str | None, ...] = self.policies or default
         for spec in self.policies:
             parse_policy(spec)
         for arch in self.archs or DEFAULT_ARCHS:
+            require_known(arch)
             for policy in policies:
                 yield self._case(arch, policy)
 
@@ -74,27 +77,46 @@ class Options:
         if arch == SMOLLM2:
             sizes = {"response_lengths": TEXT_RESPONSES, "chunk": TEXT_CHUNK} | sizes
         sizes |= {name: value for name, value in asked.items() if value is not None}
+        given = {
+            "arch": arch,
+            "policy": policy,
+            "candidate": self.candidate,
+            "reference": self.reference,
+            "dtype": self.dtype,
+            "objective": self.objective,
+            "seed": self.seed,
+            "lora": self.lora,
+            "require": self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
+        }
         try:
-            return CaseConfig(
-                arch=arch,
-                policy=policy,
-                candidate=self.candidate,
-                reference=_literal(self.reference),
-                dtype=self.dtype,
-                objective=self.objective,
-                seed=self.seed,
-                lora=self.lora,
-                require=self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
-                **sizes,
-            )
+            case = CaseConfig.model_validate(given | sizes)
         except ValidationError as error:
             first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
+            name = ".".join(map(str, first["loc"])).replace("_", " ")
             raise InputError(f"{name} {first['input']!r} is not allowed: {first['msg']}") from None
+        asked_for, members = asked["response_lengths"] or (), sum(group_sizes(case))
+        if len(asked_for) > members:
+            raise InputError(
+                f"response length {self.response_length!r} names {len(asked_for)} lengths for {members} responses "
+                f"(groups of {' and '.join(map(str, group_sizes(case)))}): name fewer, or raise the group size"
+            )
+        return case
 
 
-def _literal(value: str) -> Literal["declared", "full"]:
-    return "full" if value == "full" else "declared"
+def group_sizes(case: CaseConfig) -> tuple[int, ...]:
+    """Responses per prompt: two groups of different size, so that a group's edge shows; one group of real text."""
+    if case.arch == SMOLLM2:
+        return (case.group_size,)
+    return (case.group_size, max(case.group_size - 1, 1))
+
+
+def require_known(arch: str) -> None:
+    """Raises `InputError` for what is neither a tiny architecture, nor the pretrained one, nor a folder."""
+    if arch not in (*DEFAULT_ARCHS, SMOLLM2) and not Path(arch).is_dir():
+        from lsverify.models import TINY, unknown
+
+        if arch not in TINY:
+            raise unknown(arch)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:
@@ -127,17 +149,20 @@ def load_candidate(spec: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found = getattr(importlib.import_module(module_name), name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InputError(
             f"candidate {spec!r}: no module {error.name!r} in the current directory or installed"
         ) from None
-    except AttributeError:
-        raise InputError(f"candidate {spec!r}: module {module_name!r} has no {name!r}") from None
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script's sys.exit(0) must not end the gate as a success
         raise InputError(
             f"candidate {spec!r}: importing it raised {type(error).__name__}: {error}"
         ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        raise InputError(f"candidate {spec!r}: module {module_name!r} has no {name!r}")
     if not callable(found):
         raise InputError(
             f"candidate {spec!r} is not callable: give (model, problem, objective) -> result"

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +51,7 @@ def _root(
 
 @app.command()
 def gate(
+    context: typer.Context,
     arch: Arch = None,
     policy: PolicySpec = None,
     candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
@@ -102,25 +104,37 @@ def gate(
         lora=lora,
         quick=quick,
     )
-    return _gate(options, out=out, junit=junit, as_json=as_json, wandb=wandb)
+    command = tuple(context.obj)
+    return _gate(options, command, out=out, junit=junit, as_json=as_json, wandb=wandb)
 
 
-def _gate(options: Any, *, out: Path | None, junit: Path | None, as_json: bool, wandb: str) -> int:
+def _gate(
+    options: Any,
+    command: tuple[str, ...],
+    *,
+    out: Path | None,
+    junit: Path | None,
+    as_json: bool,
+    wandb: str,
+) -> int:
     from lsverify import evidence, report, tracking
     from lsverify.gate import run_gate
 
     tracking.check_mode(wandb)
+    options.cases()
+    if out is not None:
+        evidence.check_folder(out)
     notes = report.wide_console(stderr=True)
 
     def progress(case: str, rung: evidence.Rung) -> None:
-        notes.print(
-            f"{case:32} {rung.name:16} {rung.status:12} {report.number(rung.measure)}",
-            highlight=False,
-        )
+        line = f"{case:32} {rung.name:16} {rung.status:12} {report.number(rung.measure)}"
+        notes.print(line, highlight=False, markup=False)
 
-    cases = run_gate(options, junit=junit, progress=progress)
+    # What a candidate prints when it is imported is not part of what this command prints.
+    with redirect_stdout(sys.stderr):
+        cases = run_gate(options, junit=junit, progress=progress)
     receipt = evidence.Receipt(
-        environment=evidence.environment(), command=tuple(sys.argv[1:]), cases=tuple(cases)
+        environment=evidence.environment(), command=command, cases=tuple(cases)
     )
     if out is not None:
         evidence.save(receipt, out / "receipt.json")
@@ -145,9 +159,19 @@ def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> 
     report.show(cases, console)
     found = differences(before.cases, cases)
     for line in found:
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, markup=False)
     console.print("every number is the same" if not found else f"{len(found)} numbers differ")
     return exit_code(cases) or (1 if found else 0)
+
+
+@app.command()
+def table(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> int:
+    """Print a receipt's table in Markdown, for a README or a pull request."""
+    from lsverify import report
+    from lsverify.evidence import load
+
+    typer.echo(report.markdown(load(receipt).cases), nl=False)
+    return 0
 
 
 @app.command()
@@ -196,7 +220,7 @@ def run(arguments: list[str]) -> int:
     # The model library warns of each missing kernel; the reference code it falls back to is what is wanted here.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        result = app(arguments, standalone_mode=False)
+        result = app(arguments, standalone_mode=False, obj=tuple(arguments))
     except InputError as error:
         return _refuse(str(error))
     except TyperException as error:
@@ -206,7 +230,7 @@ def run(arguments: list[str]) -> int:
         return _refuse(f"{tell()} (lsverify --help lists what there is)")
     except (Abort, KeyboardInterrupt):
         return _refuse("interrupted; nothing half written is left behind")
-    except Exception:
+    except BaseException:  # SystemExit too: nothing but a verdict may end as a success
         traceback.print_exc()
         typer.echo("lsverify: this is a fault of lsverify itself; please report it", err=True)
         return 3

@@ -10,17 +10,26 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from lsverify.errors import InputError
 
 SCHEMA_VERSION = 1
-RUNGS = ("objective", "execution", "forward", "gradient", "optimizer_delta")
+RungName = Literal["objective", "execution", "forward", "gradient", "optimizer_delta"]
+RUNGS: tuple[RungName, ...] = get_args(RungName)
 Status = Literal[
     "proven",
     "proven_zero",
@@ -41,6 +50,13 @@ HOLDS: frozenset[str] = frozenset(
 PACKAGES = ("lsverify", "torch", "transformers", "numpy", "scipy", "peft", "hypothesis", "pytest")
 
 
+# JSON has no NaN: a number that is not finite is written as a string, which reads back as the number.
+Real = Annotated[
+    float,
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}),
+]
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
 
@@ -48,10 +64,10 @@ class _Record(BaseModel):
 class Rung(_Record):
     """One equality. `measure` at most `limit` is a pass; both are relative errors unless `detail` says otherwise."""
 
-    name: str
+    name: RungName
     status: Status
-    measure: float | None = None
-    limit: float | None = None
+    measure: Real | None = None
+    limit: Real | None = None
     detail: str = ""
 
     @property
@@ -62,11 +78,11 @@ class Rung(_Record):
 class Distance(_Record):
     """How far one gradient is from another, over all parameters; None where a norm is zero."""
 
-    rel_l2: float | None
-    cosine: float | None
-    norm_ratio: float | None
+    rel_l2: Real | None
+    cosine: Real | None
+    norm_ratio: Real | None
     worst_parameter: str | None
-    worst_rel_l2: float | None
+    worst_rel_l2: Real | None
 
 
 class Parameter(_Record):
@@ -74,12 +90,12 @@ class Parameter(_Record):
 
     name: str
     status: str
-    rel_l2: float | None
-    cosine: float | None
-    norm_ratio: float | None
-    limit: float | None
-    bias_rel_l2: float | None
-    slices: dict[str, float | None] = Field(default_factory=dict)
+    rel_l2: Real | None
+    cosine: Real | None
+    norm_ratio: Real | None
+    limit: Real | None
+    bias_rel_l2: Real | None
+    slices: dict[str, Real | None] = Field(default_factory=dict)
 
 
 class CaseConfig(_Record):
@@ -95,13 +111,14 @@ class CaseConfig(_Record):
     dtype: str = "float64"
     prompt_length: int = Field(default=24, ge=1)
     group_size: int = Field(default=4, ge=1)
-    response_lengths: tuple[int, ...] = (5, 1, 7, 3)
+    response_lengths: tuple[PositiveInt, ...] = Field((5, 1, 7, 3), min_length=1)
     objective: str = "grpo"
-    seed: int = 0
+    # Below 2**53, every reader of JSON keeps it to the last digit.
+    seed: int = Field(default=0, ge=0, lt=2**53)
     chunk: int = Field(default=8, ge=1)
     lora: bool = False
     training: bool = True
-    require: str = RUNGS[-1]
+    require: RungName = RUNGS[-1]
 
 
 class CaseReceipt(_Record):
@@ -185,20 +202,36 @@ def exit_code(cases: Sequence[CaseReceipt]) -> int:
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a receipt, as published in docs/receipt.schema.json."""
-    return Receipt.model_json_schema()
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return dialect | Receipt.model_json_schema(mode="serialization")
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder for a receipt, before anything runs. Raises `InputError` when it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"out {str(folder)!r} cannot be written to ({error.strerror}): choose another folder"
+        ) from None
 
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all: a temporary name, then a rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def as_json(receipt: Receipt) -> str:
     """The receipt as JSON, floats at full precision."""
-    return json.dumps(_finite(receipt.model_dump(mode="python")), indent=1, allow_nan=False)
+    return json.dumps(finite(receipt.model_dump(mode="python")), indent=1, allow_nan=False)
 
 
 def save(receipt: Receipt, path: Path) -> None:
@@ -228,12 +261,12 @@ def load(path: Path) -> Receipt:
         ) from None
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: non-finite numbers become strings, which pydantic reads back as numbers."""
+def finite(value: Any) -> Any:
+    """Lists and mappings with each number that is not finite as a string: NaN, Infinity, -Infinity."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

@@ -67,7 +67,7 @@ def _arguments(options: Options) -> list[str]:
         # Modules are named from the root: `suites.test_gradient` meets no module of the caller's.
         "--import-mode=importlib",
         f"--rootdir={suites.parent}",
-        "--noconftest",
+        f"--confcutdir={suites}",
         "-c",
         os.devnull,
         "-p",

@@ -8,17 +8,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from lsverify.cases import load_candidate
 from lsverify.compare import Comparison, Limits
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.ledger import ideal_work, shared
 from lsverify.models import TINY
+from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, timed, weighed
 from lsverify.oracles import check_objective
-from lsverify.paths import Path, longstraw
+from lsverify.paths import Path, StepResult, longstraw
 from lsverify.policies import parse_policy
 from lsverify.precision import threads
+from lsverify.problems import Problem
 from lsverify.referee import MEANINGFUL, Claim, Referee, claim_of
 from lsverify.rollouts import warn_unshared
 from lsverify.rungs.execution import execution
@@ -132,14 +135,25 @@ def _optimizer(path: Path, claim: Claim, referee: Referee, run: Run) -> Rung:
     if run.error is not None:
         return Rung(name="optimizer_delta", status="not_run", detail="the path raised an error")
     own = run.result.update if run.result else None
+
+    def guarded(model: nn.Module, problem: Problem, objective: Objective) -> StepResult | None:
+        try:
+            return path(model, problem, objective)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise _PathRaisedError from error
+
     try:
-        return optimizer_delta(path, claim, referee, own)
-    except Exception as error:  # the path under test runs in here
-        return Rung(
-            name="optimizer_delta",
-            status="error",
-            detail=f"the path raised {type(error).__name__} in its second step: {error}",
-        )
+        return optimizer_delta(guarded, claim, referee, own)
+    except _PathRaisedError as raised:
+        error = raised.__cause__
+        detail = f"the path raised {type(error).__name__} in two steps of training: {error}"
+        return Rung(name="optimizer_delta", status="error", detail=detail)
+
+
+class _PathRaisedError(Exception):
+    """Tells an error of the path under test, which is evidence, from one of ours, which is not."""
 
 
 def _distance(comparison: Comparison, run: Run) -> Distance | None:
@@ -188,7 +202,7 @@ def _accounting(
     config: CaseConfig, referee: Referee, claim: Claim, run: Run, again: Run, weight: Run
 ) -> dict[str, Any]:
     """Measured beside what shapes ask for; tokens counted at the embedding, bytes at the allocator, time in seconds."""
-    prompts, full = shared(referee.setting.problem), referee.full_cost
+    prompts = shared(referee.setting.problem)
     policy = claim.policy
     return {
         "tokens_forwarded": run.tokens.total,
@@ -196,10 +210,10 @@ def _accounting(
         "tokens_ideal": ideal_work("longstraw", prompts, policy).tokens if policy else None,
         "tokens_full": ideal_work("full_serial", prompts).tokens,
         "live_bytes_peak": weight.live_bytes_peak,
-        "live_bytes_peak_full": full.live_bytes_peak,
+        "live_bytes_peak_full": referee.full_live_bytes,
         "threads": torch.get_num_threads(),
         "seconds": again.seconds,
-        "seconds_full": full.seconds,
+        "seconds_full": referee.full_timed.seconds,
     }
 
 

@@ -62,15 +62,20 @@ def build(
     elif Path(arch).is_dir():
         model = pretrained.load(arch, dtype=dtype, attention=attention)
     else:
-        raise InputError(
-            f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
-            f"{pretrained.SMOLLM2}, or a local folder with config.json and safetensors weights"
-        )
+        raise unknown(arch)
     if lora:
         from lsverify.adapters import attach
 
         model = attach(model, seed=seed)
     return model.train(train)
+
+
+def unknown(arch: str) -> InputError:
+    """The error for a name that `build` does not know."""
+    return InputError(
+        f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
+        f"{pretrained.SMOLLM2}, or a local folder with config.json and safetensors weights"
+    )
 
 
 def tiny(

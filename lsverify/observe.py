@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lsverify.errors import InputError, NotShareable, StalePromptState
 from lsverify.memory import LiveBytes
 from lsverify.objective import Objective
-from lsverify.paths import Path, StepResult
+from lsverify.paths import Path, StepResult, Update
 from lsverify.problems import Problem
 from lsverify.references import Gradients, take_gradients
 from lsverify.trace import Choice, Place, Site, Trace
@@ -31,7 +31,7 @@ class Run:
     trace: Trace | None = None
     watch: Watch | None = None
     changes: list[str] = field(default_factory=list)
-    error: Exception | None = None
+    error: BaseException | None = None
     seconds: float = 0.0
     live_bytes_peak: int | None = None
 
@@ -96,14 +96,38 @@ def _call(
             stack.enter_context(instrument)
         start = time.perf_counter()
         try:
-            run.result = path(model, problem, objective)
+            run.result = checked(path(model, problem, objective))
         except (StalePromptState, NotShareable) as error:
             run.error = error
-        except InputError:  # the user's to mend, whoever noticed it
+        except (InputError, KeyboardInterrupt):  # the user's to mend or to want, whoever noticed it
             raise
-        except Exception as error:  # whatever else a path raises is evidence about the path
+        except BaseException as error:  # all else is evidence about the path, sys.exit(0) too
             run.error = error
         run.seconds = time.perf_counter() - start
+
+
+def checked(result: Any) -> StepResult | None:
+    """What a path returned. Raises TypeError, naming the field, for what is no `StepResult`."""
+    if result is None:
+        return None
+    if not isinstance(result, StepResult):
+        raise TypeError(f"it returned a {type(result).__name__}: return a StepResult or None")
+    rows = result.log_probs
+    fields = {
+        "loss": isinstance(result.loss, int | float)
+        or (isinstance(result.loss, Tensor) and result.loss.numel() == 1),
+        "log_probs": rows is None
+        or (isinstance(rows, tuple | list) and all(isinstance(row, Tensor) for row in rows)),
+        "reference": isinstance(result.reference, str | None),
+        "objective": isinstance(result.objective, Objective | None),
+        "update": isinstance(result.update, Update | None),
+        "over_ranks": result.over_ranks in ("sum", "mean"),
+    }
+    for name, fits in fields.items():
+        if not fits:
+            value = getattr(result, name)
+            raise TypeError(f"StepResult.{name} is a {type(value).__name__}: see its docstring")
+    return result
 
 
 @contextmanager

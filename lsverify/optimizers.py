@@ -1,7 +1,7 @@
 """Closed-form optimizer steps, written from their formulas: what `optimizer_delta` holds a path's update to.
 
-Clipping scales all gradients by min(1, max_norm / (norm + 1e-6)), as torch does. SGD: theta - lr g. AdamW (Loshchilov
-and Hutter 2019, algorithm 2): decay theta by 1 - lr wd, then subtract lr m_hat / (sqrt(v_hat) + eps).
+Clipping scales all gradients by min(1, max_norm / (norm + 1e-6)), as torch does. SGD: theta - lr (g + wd theta).
+AdamW (Loshchilov and Hutter 2019, algorithm 2): decay theta by 1 - lr wd, then subtract lr m_hat / (sqrt(v_hat) + eps).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ClosedForm:
     """An optimizer's state by parameter name; `step` returns new weights and leaves the old ones alone."""
 
     update: Update
-    steps: int = 0
+    # Counted by parameter, as torch does: one without a gradient in a step is corrected for fewer of them.
+    steps: dict[str, int] = field(default_factory=dict)
     first: Weights = field(default_factory=dict)
     second: Weights = field(default_factory=dict)
 
     def step(self, weights: Weights, gradients: Mapping[str, Tensor | None]) -> Weights:
         """One step. A parameter whose gradient is None stays as it is, weight decay included (as in torch)."""
-        self.steps += 1
         scale = self._clip([g for g in gradients.values() if g is not None])
         after = dict(weights)
         for name, gradient in gradients.items():
@@ -51,15 +51,16 @@ class ClosedForm:
 
     def _moved(self, name: str, value: Tensor, gradient: Tensor) -> Tensor:
         u = self.update
-        decayed = value * (1 - u.lr * u.weight_decay)
         if u.kind == "sgd":
             return value - u.lr * (gradient + u.weight_decay * value)
+        decayed = value * (1 - u.lr * u.weight_decay)
+        steps = self.steps[name] = self.steps.get(name, 0) + 1
         beta1, beta2 = u.betas
         zero = torch.zeros_like(gradient)
         self.first[name] = beta1 * self.first.get(name, zero) + (1 - beta1) * gradient
         self.second[name] = beta2 * self.second.get(name, zero) + (1 - beta2) * gradient.square()
-        m_hat = self.first[name] / (1 - beta1**self.steps)
-        v_hat = self.second[name] / (1 - beta2**self.steps)
+        m_hat = self.first[name] / (1 - beta1**steps)
+        v_hat = self.second[name] / (1 - beta2**steps)
         return decayed - u.lr * m_hat / (v_hat.sqrt() + u.eps)
 
 

@@ -65,13 +65,16 @@ def computing(model: nn.Module, dtype: str) -> Iterator[None]:
     # A checkpointed layer is recomputed during backward, outside the model's own forward: so layers are wrapped too.
     entrances = {id(m): m for m in (model, _backbone(model)) if m is not None}
     entrances |= {id(m): m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    before = {key: vars(module).get("forward") for key, module in entrances.items()}
     for module in entrances.values():
         module.forward = _within(mode, module.forward)
     try:
         yield
     finally:
-        for module in entrances.values():
+        for key, module in entrances.items():
             del module.forward
+            if before[key] is not None:
+                module.forward = before[key]
 
 
 def _mode(model: nn.Module, dtype: str) -> Callable[[], AbstractContextManager[Any]]:

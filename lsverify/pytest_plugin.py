@@ -131,7 +131,7 @@ class Evidence:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "evidence" not in metafunc.fixturenames:
+    if "evidence" not in metafunc.fixturenames or not _ours(metafunc):
         return
     from lsverify.errors import InputError
 
@@ -142,14 +142,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("evidence", cases, indirect=True, scope="session", ids=case_id)
 
 
+def _ours(metafunc: pytest.Metafunc) -> bool:
+    """Whether a test's `evidence` is the fixture below: the project that loads us may have one of its own."""
+    if any("evidence" in str(mark.args[:1]) for mark in metafunc.definition.iter_markers("parametrize")):
+        return False
+    found = getattr(metafunc, "_arg2fixturedefs", {}).get("evidence", ())
+    return bool(found) and found[-1].func.__module__ == __name__
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under `pytest -n N --dist loadgroup`, keep a case's rungs on one worker: it is judged once."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and "evidence" in call.params:
-            item.add_marker(pytest.mark.xdist_group(case_id(call.params["evidence"])))
+        case = getattr(getattr(item, "callspec", None), "params", {}).get("evidence")
+        # Of another project's own `evidence`, nothing is known; importing the class for it would cost.
+        if type(case).__module__ == "lsverify.evidence":
+            item.add_marker(pytest.mark.xdist_group(case_id(case)))
 
 
 def case_id(case: CaseConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lsverify.evidence import CaseReceipt, Receipt
+from lsverify.evidence import CaseReceipt, Receipt, finite
 from lsverify.ladder import judge
 
 # Time differs from run to run; everything else is to repeat to the bit.
@@ -22,7 +22,7 @@ def differences(before: Sequence[CaseReceipt], after: Sequence[CaseReceipt]) -> 
     found: list[str] = []
     for old, new in zip(before, after, strict=True):
         name = " ".join(filter(None, (old.arch, old.candidate, old.policy)))
-        a, b = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+        a, b = (_flat(finite(case.model_dump(mode="json"))) for case in (old, new))
         found += [
             f"{name}: {key} was {a.get(key)} and is {b.get(key)}"
             for key in sorted(a.keys() | b.keys())

@@ -99,9 +99,9 @@ def show(cases: Sequence[CaseReceipt], console: Console) -> None:
     """Table, then warnings, then failures in words, then one line that sums up."""
     console.print(table(cases))
     for warning in dict.fromkeys(text for case in cases for text in case.warnings):
-        console.print(f"[yellow]warning[/] {warning}", highlight=False)
+        console.print(Text.assemble(("warning ", "yellow"), warning))
     for name, rung in failures(cases):
-        console.print(f"[bold red]{name}: {rung.name} {rung.status}[/]", highlight=False)
+        console.print(Text(f"{name}: {rung.name} {rung.status}", style="bold red"))
         console.print(Text(rung.detail), soft_wrap=True)
     reached = sum(case.reached for case in cases)
     console.print(f"{reached} of {len(cases)} cases reached their claim")

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import nn
 
-from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig
 from lsverify.models import build
 from lsverify.objective import Objective, preset
-from lsverify.paths import full_score
+from lsverify.paths import score
 from lsverify.precision import computing, weight_dtype
 from lsverify.pretrained import SMOLLM2, tokenizer
 from lsverify.problems import Problem, ProblemSpec, draw, off_policy
@@ -26,7 +24,7 @@ class Setting:
     """One case made concrete.
 
     `problem` is the step that is compared; `second` the step after it, which shares a prompt with the first but not
-    its responses, so that a state kept from before the update would be met again.
+    its responses, so that a state kept from before the update is met again.
     """
 
     config: CaseConfig
@@ -56,30 +54,25 @@ class Setting:
 
 def make_setting(config: CaseConfig) -> Setting:
     """Build everything that a case needs. Raises `InputError` for what cannot be built."""
-    if min(config.response_lengths) < 1:
-        raise InputError(
-            f"response length {min(config.response_lengths)} is not allowed: use 1 token or more"
-        )
+    objective = preset(config.objective)
     model = build(config.arch, seed=config.seed, dtype=config.dtype, lora=config.lora)
     model.train(config.training)
-    objective = preset(config.objective)
-    if config.arch == SMOLLM2:
-        first, second = _text_problems(config, model)
-    else:
-        first, second = _drawn_problems(config, model.config.get_text_config().vocab_size)
-    setting = Setting(config=config, model=model, objective=objective, problem=first, second=second)
-    with setting.computing(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ready = [
-            off_policy(p, _current(setting, p), objective, config.seed + step)
-            for step, p in enumerate((first, second))
-        ]
-    return replace(setting, problem=ready[0], second=ready[1])
-
-
-def _current(setting: Setting, problem: Problem) -> list[Tensor]:
-    scored = full_score(setting.model, problem, temperature=setting.objective.temperature)
-    return [row.double() for row in scored]
+    with computing(model, config.dtype):
+        if config.arch == SMOLLM2:
+            drawn = _text_problems(config, model)
+        else:
+            drawn = _drawn_problems(config, model.config.get_text_config().vocab_size)
+        first, second = (
+            # Only how far the data are off-policy rests on these scores, so the cheaper ones do.
+            off_policy(
+                problem,
+                score(model, problem, temperature=objective.temperature),
+                objective,
+                config.seed + step,
+            )
+            for step, problem in enumerate(drawn)
+        )
+    return Setting(config=config, model=model, objective=objective, problem=first, second=second)
 
 
 def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Problem]:

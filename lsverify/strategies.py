@@ -31,7 +31,9 @@ def profile() -> str:
     """The profile's name, from LSVERIFY_PROFILE: quick, ci (the default) or deep. Raises `InputError`."""
     name = os.environ.get("LSVERIFY_PROFILE", "ci")
     if name not in PROFILES:
-        raise InputError(f"LSVERIFY_PROFILE {name!r} is not known: use one of {', '.join(PROFILES)}")
+        raise InputError(
+            f"LSVERIFY_PROFILE {name!r} is not known: use one of {', '.join(PROFILES)}"
+        )
     return name
 
 

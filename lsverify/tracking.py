@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ def log(
 
     where = folder or Path.cwd()
     where.mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("WANDB_SILENT", "true")
     run = wandb.init(
+        settings=wandb.Settings(silent=True, console="off"),
         project=project,
         job_type="gate",
         mode=mode,  # type: ignore[arg-type]

@@ -150,6 +150,9 @@ def test_a_factor_of_one_kind_is_named():
 def test_unrelated_errors_are_not_called_a_factor():
     e = gradients()
     assert "times the reference" not in hint_text(e, noisy(e, 1e-3))
+    assert "times the reference" not in hint_text(e, {n: 2 * g.roll(1) for n, g in e.items()})
+    zero = {n: torch.zeros_like(g) for n, g in e.items()}
+    assert hint_text(zero, e) == ""
 
 
 def test_zero_gradients_of_keys_and_values_are_named():
@@ -178,6 +181,12 @@ def test_swapped_names_are_named():
     assert any("carry each other's norm" in h and x in h and y in h for h in found.hints)
 
 
+def test_tensors_of_equal_norm_are_not_called_exchanged():
+    g = gradients()["lm_head.weight"]
+    e = {"x": g, "y": g.roll(1), "z": torch.ones(3)}
+    assert "exchanged" not in hint_text(e, dict(e) | {"x": g.roll(2), "y": g.roll(3)})
+
+
 def test_errors_confined_to_layers_or_to_the_token_rows_are_named():
     e = gradients()
     early = {n: g.roll(1) if layer_of(n) in (0, 1) else g for n, g in e.items()}
@@ -201,6 +210,8 @@ def test_a_lost_cotangent_of_the_prompt_state_is_named():
     }
     found = hint_text(e, a)
     assert "in the last layer only what makes the prompt's state (k, norm, v) differs" in found
+    reader_too = dict(a) | {n: g.roll(1) for n, g in e.items() if "layers.2.self_attn.q_proj" in n}
+    assert "prompt's state" not in hint_text(e, reader_too)
     only = {n: g.roll(1) if "k_proj" in n else g for n, g in e.items()}
     assert "prompt's state" not in hint_text(e, only)
     assert "prompt's state" not in hint_text(e, {n: g.roll(1) for n, g in e.items()})

@@ -158,6 +158,13 @@ def test_an_unexpected_gradient_counts_in_the_global_numbers():
     assert (found.rel_l2, found.norm_ratio) == (4 / 3, 5 / 3)
 
 
+def test_an_absent_side_that_is_none_or_not_finite_is_found_all_the_same():
+    e = {"w": torch.ones(3), "frozen": None, "broken": torch.tensor([math.nan])}
+    found = compare(e, {"w": torch.ones(3)}, limits=LIMITS)
+    assert {f.name: f.kind for f in found.findings} == {"frozen": "missing", "broken": "missing"}
+    assert (found.status, found.rel_l2, found.paper_gate) == ("failed", None, False)
+
+
 def test_zero_beside_noise_is_vacuous_and_beside_a_match_is_proven():
     noise = {f"w{i}": torch.ones(4) for i in range(16)}
     loose = Limits(relative=0.5, relative_floor=0.99)

@@ -7,66 +7,65 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt
 from lsverify.models import TINY
-from lsverify.paths import Path
+from lsverify.objective import Objective
+from lsverify.paths import StepResult
+from lsverify.problems import Problem
 
 EVERY = tuple(TINY)
+Candidate = Callable[[nn.Module, Problem, Objective], StepResult | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One planted fault, built to show a kind of mistake and nothing else.
+    """One planted fault: shows one kind of mistake and nothing else.
 
     path: the broken path, a function on module level, so that `lsverify gate --candidate` can be given it too.
-    report: the public reports it re-creates the kind of, by their ids in docs/faults.md; empty for one of our own.
+    report: public id of the report whose kind it re-creates, written anew; empty for one that nobody reported.
     rung: the first rung that must refuse it; every rung below holds.
-    points_at: regular expression that the rung's text must match: parameters, tokens or what was done.
+    points_at: regular expression that the rung's text must match: parameters, tokens, or what was done.
     architectures: where the fault can be made, the most telling first.
-    options: further fields of `CaseConfig` that it needs in order to show.
+    options: further fields of `CaseConfig` without which it would not show.
     """
 
-    name: str
-    kind: str
+    path: Candidate
     report: str
-    path: Path
     rung: str
     points_at: str
     architectures: tuple[str, ...] = EVERY
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def candidate(self) -> str:
-        """The path as the command line names it: MODULE:NAME."""
-        return candidate(self.path)
+    def name(self) -> str:
+        """The name of the path's function."""
+        return self.path.__name__
+
+    @property
+    def kind(self) -> str:
+        """The name of the path's module: state, boundary, mask, ..."""
+        return self.path.__module__.rpartition(".")[2]
 
     def config(self, arch: str, **fields: Any) -> CaseConfig:
         """The case that must refuse the fault, with the rungs up to the one that does."""
-        given = {"candidate": self.candidate, "require": self.rung, **self.options, **fields}
+        given = {"candidate": spec_of(self.path), "require": self.rung, **self.options, **fields}
         return CaseConfig(arch=arch, **given)
 
     def missed(self, receipt: CaseReceipt) -> Iterator[str]:
         """What is wrong with a refusal, one line each; nothing when the fault was caught as it must be."""
-        if receipt.reached:
-            yield f"{self.name} reached its claim on {receipt.arch}"
-            return
         rungs = {rung.name: rung for rung in receipt.rungs}
-        below = RUNGS[: RUNGS.index(self.rung)]
-        early = [rungs[name] for name in below if not rungs[name].holds]
-        if early:
-            yield f"{early[0].name} refused it before {self.rung}: {early[0].detail}"
-        if rungs[self.rung].holds:
-            yield f"{self.rung} holds: {rungs[self.rung].detail}"
-        elif re.search(self.points_at, rungs[self.rung].detail) is None:
-            yield f"{self.rung} does not point at {self.points_at!r}: {rungs[self.rung].detail}"
+        for name in RUNGS[: RUNGS.index(self.rung)]:
+            if not rungs[name].holds:
+                yield f"{name} refused it before {self.rung}: {rungs[name].detail}"
+        last = rungs[self.rung]
+        if receipt.reached or last.holds:
+            yield f"{self.rung} is {last.status}: {last.detail}"
+        elif re.search(self.points_at, last.detail) is None:
+            yield f"{self.rung} does not point at {self.points_at!r}: {last.detail}"
 
 
-def candidate(path: Any) -> str:
-    """A function on module level as MODULE:NAME."""
-    return f"{path.__module__}:{path.__qualname__}"
-
-
-def planted(
-    report: str, *, rung: str, points_at: str, **fields: Any
-) -> Callable[[Path], Fault]:
-    raise NotImplementedError
+def spec_of(path: Candidate) -> str:
+    """A function on module level as the command line names it: MODULE:NAME."""
+    return f"{path.__module__}:{path.__name__}"

@@ -1,21 +1,20 @@
 """Honest steps with replaceable pieces, written apart from `lsverify.paths`: a fault is one piece put in wrong.
 
-`Dense` runs every response with its own prompt. `Sharing` runs a prompt once, keeps its graph, replays the responses
-from leaf copies of the state, and goes back through the prompt once with what they sent. As they stand both are
-right, which is tested: so a fault is refused for its one wrong piece.
+`Dense` runs every response together with its prompt. `Sharing` runs a prompt once, keeps its graph, replays the
+responses from leaf copies of the state, and goes back through the prompt once with what they sent. As they stand both
+are right, which is tested: what is refused is the one wrong piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from lsverify.cache import Slot, leaves_of, map_state, new_cache, state_of, with_leaves
+from lsverify.cache import Slot, leaves_of, new_cache, state_of, with_leaves
 from lsverify.objective import Objective, Plan, prepare
 from lsverify.paths import StepResult, full_logits, shared_prompts
 from lsverify.problems import Problem
@@ -44,18 +43,23 @@ def one_token_live(prompt_length: int) -> int:
     return prompt_length - 1
 
 
-def every_cotangent(slot: Slot, cotangent: Tensor) -> Tensor | None:
-    """What goes back into the prompt for one tensor of its state: all that came."""
+def all_of_it(slot: Slot, cotangent: Tensor) -> Tensor | None:
+    """What goes back into the prompt for one tensor of its state; None for nothing."""
     return cotangent
+
+
+def plain_backward(model: nn.Module, i: int, loss: Tensor) -> None:
+    """Response i's backward pass: gradients add up in `.grad`."""
+    loss.backward()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """One pass from the first prompt token per response; claims `full`."""
+    """One pass per response, from its first prompt token; claims `full`."""
 
     prepare: Callable[[Objective, Problem], Plan] = prepare
     logits: Callable[[nn.Module, Problem, int], Tensor] = full_logits
-    backward: Callable[[nn.Module, int, Tensor], None] = lambda model, i, loss: loss.backward()
+    backward: Callable[[nn.Module, int, Tensor], None] = plain_backward
 
     def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
         plan, total, log_probs = self.prepare(objective, problem), 0.0, []
@@ -69,14 +73,14 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """One pass over each distinct prompt, one per response from its state; claims `exact`, or `detach` without a graph."""
+    """One pass per distinct prompt and one per response from its state; claims `exact`, or `detach` without a graph."""
 
     claim: str = "exact"
     boundary: Callable[[int], int] = one_token_live
     prompt: Callable[[nn.Module, Tensor], Cache] = run_prompt
     handed: Callable[[Cache, Leaves], Cache] = with_leaves
     branch: Callable[[nn.Module, Problem, int, Cache, int], Tensor] = run_branch
-    returned: Callable[[Slot, Tensor], Tensor | None] = every_cotangent
+    returned: Callable[[Slot, Tensor], Tensor | None] = all_of_it
 
     def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
         plan, total = prepare(objective, problem), 0.0
@@ -97,21 +101,18 @@ class Sharing:
         return StepResult(loss=total, log_probs=ordered, reference=self.claim)
 
     def _into_prompt(self, state: Cache, leaves: Leaves) -> None:
-        sent = [
-            (tensor, cotangent)
-            for slot, tensor in state_of(state).items()
-            if tensor.requires_grad
-            and slot.path in leaves
-            and (grad := leaves[slot.path].grad) is not None
-            and (cotangent := self.returned(slot, grad)) is not None
-        ]
-        if sent:
-            torch.autograd.backward(*map(list, zip(*sent, strict=True)))
+        outputs, cotangents = [], []
+        for slot, tensor in state_of(state).items():
+            leaf = leaves.get(slot.path)
+            if not tensor.requires_grad or leaf is None or leaf.grad is None:
+                continue
+            cotangent = self.returned(slot, leaf.grad)
+            if cotangent is not None:
+                outputs.append(tensor)
+                cotangents.append(cotangent)
+        if outputs:
+            torch.autograd.backward(outputs, cotangents)
 
 
 dense = Dense()
 sharing = Sharing()
-
-
-__all__ = ["Dense", "Sharing", "run_branch", "run_prompt"]
-_ = (Any, map_state)

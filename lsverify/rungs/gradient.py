@@ -26,15 +26,26 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
             "reference_inconsistent",
             f"response term and state term do not sum to full autograd: {message(parts)}",
         )
+    if again.error is not None:
+        kind = type(again.error).__name__
+        return rung("error", f"the path raised {kind} when it ran again: {again.error}")
     twice = compare(
         run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices
     )
-    if comparison.passed and not (twice.passed or twice.status == "vacuous"):
-        return rung("nondeterministic", f"two runs of the path disagree: {message(twice)}")
+    if _disagree(twice):
+        to_reference = "" if comparison.passed else f"\nto the reference: {message(comparison)}"
+        detail = f"two runs of the path disagree: {message(twice)}{to_reference}"
+        return rung("nondeterministic", detail)
     if comparison.passed:
         worst = comparison.worst_parameter
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
     return rung(comparison.status, message(comparison))
+
+
+def _disagree(twice: Comparison) -> bool:
+    """Whether the second run differs from the first; a first run that is not finite is at fault by itself."""
+    unusable = any(finding.kind == "reference_non_finite" for finding in twice.findings)
+    return not (twice.passed or twice.status == "vacuous" or unusable)
 
 
 def consistent(claim: Claim, referee: Referee) -> Comparison | None:

@@ -1,0 +1,42 @@
+"""Faults of staleness: a state that outlives what it was computed from."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from lsverify.faults.catalogue import Fault
+from lsverify.faults.honest import Sharing, run_prompt
+from lsverify.objective import Objective
+from lsverify.paths import StepResult
+from lsverify.problems import Problem
+from lsverify.tags import token_hash
+
+_STATES: WeakKeyDictionary[nn.Module, dict[str, Cache]] = WeakKeyDictionary()
+
+
+def state_kept_over_an_update(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Prompt states are kept by their tokens, whatever the weights were: right until the optimizer has stepped."""
+
+    def prompt(model: nn.Module, tokens: Tensor) -> Cache:
+        kept = _STATES.setdefault(model, {})
+        key = token_hash(tokens)
+        if key not in kept:
+            kept[key] = run_prompt(model, tokens)
+        return kept[key]
+
+    return Sharing(claim="detach", prompt=prompt)(model, problem, objective)
+
+
+FAULTS = (
+    Fault(
+        path=state_kept_over_an_update,
+        report="CS-01",
+        rung="optimizer_delta",
+        points_at=r"after two sgd steps",
+    ),
+)
