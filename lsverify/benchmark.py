@@ -13,11 +13,12 @@ from time import process_time
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig
 
+from lsverify.errors import InputError
 from lsverify.fresh_process import in_fresh_process
 from lsverify.ledger import PathName, Shared, Work, ideal_work, phase_of
 from lsverify.memory import LiveBytes, Phases, Resident
@@ -27,6 +28,7 @@ from lsverify.paths import CHUNK, full_autograd, longstraw
 from lsverify.policies import Policy, parse_policy
 from lsverify.problems import Problem, ProblemSpec, draw
 from lsverify.watch import Watch
+from lsverify.whole_files import write_whole
 
 MIB = 2**20
 FULL = ("full_batched", "full_serial")
@@ -163,6 +165,16 @@ class Report(BaseModel):
         return max(each.rate for each in self.rows) / row.rate
 
 
+def workload(**sizes: Any) -> Workload:
+    """A workload of these sizes, the rest by default. Raises InputError, one line, for a size that is not allowed."""
+    try:
+        return Workload(**sizes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InputError(f"{name} {first['input']!r} is not allowed: {first['msg']}") from None
+
+
 def run(workload: Workload, announce: Callable[[str], None] = lambda _: None) -> Report:
     """Measure every path at every group size. Raises InputError for a path that is neither full nor a policy."""
     for path in workload.paths:
@@ -289,9 +301,7 @@ def summary(report: Report) -> list[str]:
 
 def write(report: Report, path: Path) -> None:
     """Write the report as JSON, whole or not at all."""
-    temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(report.model_dump_json(indent=2) + "\n")
-    temporary.replace(path)
+    write_whole(path, report.model_dump_json(indent=2) + "\n")
 
 
 def _read(path: str) -> tuple[PathName, Policy | None]:

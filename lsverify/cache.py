@@ -142,6 +142,15 @@ def by_path(cache: Cache) -> dict[str, Tensor]:
     return {slot.path: tensor for slot, tensor in state_of(cache).items()}
 
 
+def compact(cache: Cache) -> Cache:
+    """The same state in tensors of their own size: a window that is a view keeps alive all that it was cut from."""
+
+    def own(_: Slot, tensor: Tensor) -> Tensor:
+        return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+    return map_state(cache, own)
+
+
 def leaves_of(cache: Cache) -> dict[str, Tensor]:
     """Leaf copies of every differentiable tensor of the state, by path; their `.grad` collects d loss / d z.
 

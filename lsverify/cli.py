@@ -193,6 +193,47 @@ def inventory(
 
 
 @app.command()
+def bench(
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", help="full_batched, full_serial, or a policy; repeatable."),
+    ] = None,
+    prompt_length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 4096,
+    group_size: Annotated[list[int] | None, typer.Option(help="Responses; repeatable.")] = None,
+    response_length: Annotated[int, typer.Option(help="Tokens of each response.")] = 64,
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
+    ] = None,
+    layers: Annotated[int, typer.Option(help="Layers of the model.")] = 4,
+    width: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers.")] = None,
+) -> int:
+    """Measure time and memory of full batched, full serial, exact and detach, each in fresh processes."""
+    from lsverify import benchmark, report
+
+    sizes = {
+        "paths": tuple(path or ()) or None,
+        "prompt_length": prompt_length,
+        "group_sizes": tuple(group_size or ()) or None,
+        "response_length": response_length,
+        "chunk": chunk,
+        "layers": layers,
+        "width": width,
+    }
+    workload = benchmark.workload(
+        **{name: value for name, value in sizes.items() if value is not None}
+    )
+    notes, console = report.wide_console(stderr=True), report.wide_console()
+    result = benchmark.run(workload, lambda line: notes.print(line, highlight=False))
+    console.print(benchmark.table(result))
+    for line in benchmark.summary(result):
+        console.print(line, highlight=False)
+    if out is not None:
+        benchmark.write(result, out)
+    return 0
+
+
+@app.command()
 def doctor() -> int:
     """Say what is installed, which devices there are, and what will be skipped and why."""
     from lsverify import doctor as doctors

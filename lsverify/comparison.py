@@ -94,7 +94,7 @@ class Comparison:
     worst_parameter, worst_slice, worst_rel_l2: the largest error relative to its own allowance.
     tensors: worst first. counts: tensors by verdict; slice_counts: slices by verdict.
     unverified: names about which nothing was shown (no gradient on either side, or below the floor).
-    per_layer, per_kind: the three numbers and the number of elements of each group.
+    per_layer, per_kind: the same four numbers over each group; a fused tensor counts slice by slice per kind.
     paper_gate: LongStraw's own gate, cosine >= 0.999 and relative L2 <= 0.01 over all parameters.
     rolled_rel_l2: on a failure, the candidate's distance to the reference rolled by one element.
     """

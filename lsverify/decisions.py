@@ -38,14 +38,15 @@ class ChoiceMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in _TOPK and _over_last(args, kwargs, place=2):
-            return self._topk(args[0], result)
-        if func in _ARGMAX and _over_last(args, kwargs, place=1) and args[0].dim() > 0:
-            return self._argmax(args[0], result)
+        scores: Any = args[0] if args else kwargs.get("input")
+        if func in _TOPK and _over_last(scores, _given(args, kwargs, 2, "dim", -1)):
+            return self._topk(scores, _given(args, kwargs, 3, "largest", True), result)
+        if func in _ARGMAX and _over_last(scores, _given(args, kwargs, 1, "dim", None)):
+            return self._argmax(scores, result)
         return result
 
-    def _topk(self, scores: Tensor, result: Any) -> Any:
-        other = self._ask(scores, result.indices)
+    def _topk(self, scores: Tensor, largest: bool, result: Any) -> Any:
+        other = self._ask(scores if largest else -scores, result.indices)
         if other is None:
             return result
         return torch.return_types.topk((scores.gather(-1, other), other))
@@ -61,11 +62,16 @@ class ChoiceMode(TorchFunctionMode):
         return None if other is None else other.reshape(chosen.shape)
 
 
-def _over_last(args: Sequence[Any], kwargs: Mapping[str, Any], place: int) -> bool:
-    if not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+def _given(
+    args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str, default: Any
+) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+def _over_last(scores: Any, dim: int | None) -> bool:
+    if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.dim() == 0:
         return False
-    dim = args[place] if len(args) > place else kwargs.get("dim", -1 if place == 2 else None)
-    return dim is not None and dim in (-1, args[0].dim() - 1)
+    return dim in (-1, scores.dim() - 1)
 
 
 def as_sets(scores: Tensor, chosen: Tensor) -> Tensor:

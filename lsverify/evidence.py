@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from pydantic import (
 )
 
 from lsverify.errors import InputError
+from lsverify.whole_files import write_whole
 
 SCHEMA_VERSION = 1
 RungName = Literal["objective", "execution", "forward", "gradient", "optimizer_delta"]
@@ -62,7 +62,10 @@ class _Record(BaseModel):
 
 
 class Rung(_Record):
-    """One equality. `measure` at most `limit` is a pass; both are relative errors unless `detail` says otherwise."""
+    """One equality. In a pass, `measure` is at most `limit`: relative errors, or faults counted with limit 0.
+
+    They are of all parameters together, `limit` the largest of any; a failure may be of one alone, which `detail` names.
+    """
 
     name: RungName
     status: Status
@@ -218,17 +221,6 @@ def check_folder(folder: Path) -> None:
         ) from None
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a temporary name, then a rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def as_json(receipt: Receipt) -> str:
     """The receipt as JSON, floats at full precision."""
     return json.dumps(finite(receipt.model_dump(mode="python")), indent=1, allow_nan=False)
@@ -237,7 +229,7 @@ def as_json(receipt: Receipt) -> str:
 def save(receipt: Receipt, path: Path) -> None:
     """Write a receipt. Raises `InputError` when its folder cannot be written to."""
     try:
-        write(path, as_json(receipt))
+        write_whole(path, as_json(receipt))
     except OSError as error:
         raise InputError(
             f"receipt cannot be written to {str(path)!r} ({error}): choose another --out"

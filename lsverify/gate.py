@@ -13,6 +13,7 @@ from lsverify.cases import Options, load_candidate
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Rung
 from lsverify.pytest_plugin import JUDGED, TROUBLE, Evidence, as_arguments, case_id
+from lsverify.whole_files import appearing
 
 Progress = Callable[[str, Rung], None]
 
@@ -94,12 +95,8 @@ def _written_whole(junit: Path | None) -> Iterator[list[str]]:
         raise InputError(
             f"junit {str(junit)!r} is not a file in a folder that exists: create the folder, or choose another file"
         )
-    temporary = junit.with_name(f".{junit.name}.{os.getpid()}")
-    try:
+    with appearing(junit) as temporary:
         yield [f"--junitxml={temporary}"]
-        temporary.replace(junit)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class _Listener:

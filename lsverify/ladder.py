@@ -70,14 +70,19 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
     setting = referee.setting
     step = (path, setting.model, setting.problem, setting.objective)
     wanted = RUNGS[: RUNGS.index(config.require) + 1]
+    record = functools.partial(recorded, *step)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = recorded(*step)
-        if claim_of(config, run.result, setting.objective).shares:
+        run = record()
+        claim = claim_of(config, run.result, setting.objective)
+        if claim.objective.temperature != setting.objective.temperature:
+            # Its log-probs are those of an objective that was not known before the path told it.
+            record = functools.partial(record, temperature=claim.objective.temperature)
+            run = record()
+        if claim.shares:
             referee.require_shareable()
             warn_unshared(setting.problem)
     again, weight = timed(*step), weighed(*step)
-    claim = claim_of(config, run.result, setting.objective)
     held_to = claim
     if config.reference == "full":
         policy = claim.policy and parse_policy("exact")
@@ -89,7 +94,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
     if "execution" in wanted:
         rungs.append(execution(config, claim, setting.problem, run))
     if "forward" in wanted:
-        rungs.append(forward(claim, run, referee, functools.partial(recorded, *step)))
+        rungs.append(forward(claim, run, referee, record))
     if "gradient" in wanted:
         rungs.append(gradient(held_to, run, again, referee, against_claim))
     if "optimizer_delta" in wanted:
@@ -209,7 +214,7 @@ def _accounting(
         "tokens_under_autograd": run.tokens.grad,
         "tokens_ideal": ideal_work("longstraw", prompts, policy).tokens if policy else None,
         "tokens_full": ideal_work("full_serial", prompts).tokens,
-        "live_bytes_peak": weight.live_bytes_peak,
+        "live_bytes_peak": None if weight.error else weight.live_bytes_peak,
         "live_bytes_peak_full": referee.full_live_bytes,
         "threads": torch.get_num_threads(),
         "seconds": again.seconds,

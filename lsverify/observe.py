@@ -16,6 +16,7 @@ from lsverify.memory import LiveBytes
 from lsverify.objective import Objective
 from lsverify.paths import Path, StepResult, Update
 from lsverify.problems import Problem
+from lsverify.put_back import PutBack
 from lsverify.references import Gradients, take_gradients
 from lsverify.trace import Choice, Place, Site, Trace
 from lsverify.untouched import Untouched
@@ -46,23 +47,21 @@ def recorded(
     problem: Problem,
     objective: Objective,
     *,
+    temperature: float | None = None,
     forced: Mapping[tuple[Site, Place], Choice] | None = None,
     keep_values: bool = False,
 ) -> Run:
-    """Run the path once with every instrument on."""
+    """Run the path once with every instrument on; `temperature` of the log-probs: the objective's, if None."""
     trace = Trace(
         model,
         problem,
-        temperature=objective.temperature,
+        temperature=objective.temperature if temperature is None else temperature,
         forced=forced,
         keep_values=keep_values,
     )
     run = Run(trace=trace, watch=Watch(model))
-    content = problem.content_hash()
     with unchanged(model, run):
         _call(run, path, model, problem, objective, [run.watch, trace])
-    if problem.content_hash() != content:
-        run.changes.append("the problem's own tensors were written to")
     return run
 
 
@@ -132,15 +131,19 @@ def checked(result: Any) -> StepResult | None:
 
 @contextmanager
 def unchanged(model: nn.Module, run: Run) -> Iterator[None]:
-    """Note what a step changed in the model, take its gradients, and put weights and buffers back."""
+    """Note what a step changed in the model and around it, take its gradients, and put everything else back."""
     take_gradients(model)
-    before = weights_of(model)
-    state = Untouched(model)
+    before, around, state = weights_of(model), PutBack(model), Untouched(model)
     try:
         yield
     finally:
-        run.changes += state.changes()
+        run.changes += [*state.changes(), *around.noted()]
         run.gradients = take_gradients(model)
+        # A path may keep the tensors that it left in `.grad` and write to them again in its next run.
+        for name, gradient in run.gradients.items():
+            run.gradients[name] = None if gradient is None else gradient.detach().clone()
+        around.put_back()
+        take_gradients(model)
         restore(model, before)
 
 

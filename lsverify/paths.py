@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
@@ -90,6 +91,7 @@ def full_autograd(
     Serial (the truth): one response at a time, unpadded. Batched: every response in one padded forward pass, and the
     objective in its monolithic form. Both give the same gradient.
     """
+    _require_trainable(model)
     scores = _scores(model, problem, objective, reference_model)
     if batched:
         logits = _batched_logits(model, problem, padding)
@@ -126,6 +128,8 @@ def longstraw(
     when the weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     policy = parse_policy(policy) if isinstance(policy, str) else policy
+    _require_trainable(model)
+    _require_cache(model)
     plan = prepare(
         objective, problem, _scores(model, problem, objective, reference_model, policy, chunk)
     )
@@ -324,10 +328,29 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _require_trainable(model: nn.Module) -> None:
+    """The loss alone would not tell: in a branch it needs a gradient for the sake of the state."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            "no parameter of the model requires a gradient: unfreeze what should be trained"
+        )
+
+
+def _require_cache(model: nn.Module) -> None:
+    """The library's checkpointed layers set their cache aside, and with it the prompt."""
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.training:
+            if module.gradient_checkpointing:
+                raise InputError(
+                    "gradient checkpointing drops the cache that a branch continues from: switch it off; one chunk's "
+                    "graph is alive at a time, so a smaller chunk saves as much"
+                )
+
+
 def _backward(loss: Tensor) -> None:
     if not loss.requires_grad:
         raise InputError(
-            "no parameter of the model requires a gradient: unfreeze what should be trained"
+            "the loss reaches no parameter that requires a gradient: unfreeze what should be trained"
         )
     loss.backward()
 

@@ -62,9 +62,7 @@ def computing(model: nn.Module, dtype: str) -> Iterator[None]:
     others leave the model as it is.
     """
     mode = _Once(_mode(model, dtype))
-    # A checkpointed layer is recomputed during backward, outside the model's own forward: so layers are wrapped too.
-    entrances = {id(m): m for m in (model, _backbone(model)) if m is not None}
-    entrances |= {id(m): m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    entrances = {id(m): m for m in (model, _backbone(model), *_layers(model)) if m is not None}
     before = {key: vars(module).get("forward") for key, module in entrances.items()}
     for module in entrances.values():
         module.forward = _within(mode, module.forward)
@@ -73,8 +71,8 @@ def computing(model: nn.Module, dtype: str) -> Iterator[None]:
     finally:
         for key, module in entrances.items():
             del module.forward
-            if before[key] is not None:
-                module.forward = before[key]
+            if (earlier := before[key]) is not None:
+                module.forward = earlier
 
 
 def _mode(model: nn.Module, dtype: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -92,6 +90,17 @@ def _backbone(model: nn.Module) -> nn.Module | None:
     if hasattr(inner, "get_base_model"):
         inner = inner.get_base_model()
     return getattr(inner, getattr(inner, "base_model_prefix", ""), None)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The decoder layers, which a path may drive itself, and what is in them.
+
+    A checkpoint recomputes a layer during backward by its class's function, past any wrapper of the layer's own.
+    """
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            yield module
+            yield from module.children()
 
 
 class _Once:

@@ -7,7 +7,6 @@ against the hash that was written, and whatever does not fit is one InputError l
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from lsverify.errors import InputError
 from lsverify.problem_types import LOGP_NAMES, Group, Problem, Response
+from lsverify.whole_files import write_whole
 
 SCHEMA_VERSION = 1
 TENSORS, LAYOUT = "problem.safetensors", "problem.json"
@@ -71,18 +71,9 @@ def save(problem: Problem, directory: str | Path) -> Path:
         "log_probs": [name for name in LOGP_NAMES if name in tensors],
         "content_hash": problem.content_hash(),
     }
-    _write(directory / TENSORS, bytes_of(tensors))
-    _write(directory / LAYOUT, (json.dumps(layout, indent=1) + "\n").encode())
+    write_whole(directory / TENSORS, bytes_of(tensors))
+    write_whole(directory / LAYOUT, (json.dumps(layout, indent=1) + "\n").encode())
     return directory
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load(directory: str | Path) -> Problem:

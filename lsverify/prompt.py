@@ -21,6 +21,7 @@ from lsverify.cache import (
     Prefix,
     Slot,
     by_path,
+    compact,
     leaves_of,
     map_state,
     new_cache,
@@ -155,7 +156,8 @@ def capture(
     for start, end in _pieces(boundary, chunk, keep_from):
         before = map_state(cache, lambda _, tensor: tensor)
         with DecisionDigest() as decisions:
-            continue_from(model, prompt[start:end], cache, start, keep=1)
+            _, cache = continue_from(model, prompt[start:end], cache, start, keep=1)
+        cache = compact(cache)
         if start >= keep_from:
             chunks.append(
                 Chunk(

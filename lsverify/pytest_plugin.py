@@ -144,7 +144,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _ours(metafunc: pytest.Metafunc) -> bool:
     """Whether a test's `evidence` is the fixture below: the project that loads us may have one of its own."""
-    if any("evidence" in str(mark.args[:1]) for mark in metafunc.definition.iter_markers("parametrize")):
+    if any(
+        "evidence" in str(mark.args[:1]) for mark in metafunc.definition.iter_markers("parametrize")
+    ):
         return False
     found = getattr(metafunc, "_arg2fixturedefs", {}).get("evidence", ())
     return bool(found) and found[-1].func.__module__ == __name__

@@ -113,14 +113,18 @@ class Referee:
         return self._reference(self.setting.model, claim, self.setting.problem, "native")
 
     def _reference(self, model: nn.Module, claim: Claim, problem: Problem, side: str) -> Reference:
-        stops = tuple(claim.stop(length) for length in problem.prompt_lengths)
-        key = (side, stops, claim.objective)
+        key = self._key(claim, problem, side)
         if key not in self._memo:
-            own = not any(stops) and claim.objective == self.setting.objective
+            own = not any(key[1]) and claim.objective == self.setting.objective
             ran = model is self.setting.model and own
-            self._memo[key] = self._timed() if ran else self._computed(model, claim, problem)
-        found: Reference = self._memo[key]
+            self._memo[key] = (self._timed(), None) if ran else _computed(model, claim, problem)
+        found: Reference = self._memo[key][0]
         return found
+
+    @staticmethod
+    def _key(claim: Claim, problem: Problem, side: str) -> tuple[str, tuple[int, ...], Objective]:
+        stops = tuple(claim.stop(length) for length in problem.prompt_lengths)
+        return side, stops, claim.objective
 
     def _timed(self) -> Reference:
         """The run that was timed, as a reference: it need not be made a second time."""
@@ -131,16 +135,10 @@ class Referee:
             gradients=self.full_timed.gradients, loss=result.loss, log_probs=result.log_probs
         )
 
-    def _computed(self, model: nn.Module, claim: Claim, problem: Problem) -> Reference:
-        if all(claim.stop(length) == 0 for length in problem.prompt_lengths):
-            return full_reference(model, problem, claim.objective)
-        stopped = stopped_reference(model, problem, claim.objective, claim.stop)
-        self._memo["sum", id(stopped.response)] = stopped.total()
-        return stopped.response
-
     def total(self, claim: Claim) -> Gradients | None:
         """Response term plus state term of a stopped reference; None where the claim is `full` itself."""
-        found: Gradients | None = self._memo.get(("sum", id(self.oracle(claim))))
+        self.oracle(claim)
+        found: Gradients | None = self._memo[self._key(claim, self.setting.problem, "oracle")][1]
         return found
 
     def gradient_at(
@@ -151,7 +149,7 @@ class Referee:
         before = weights_of(oracle)
         try:
             restore(oracle, weights)
-            return self._computed(oracle, claim, problem).gradients
+            return computed(oracle, claim, problem).gradients
         finally:
             restore(oracle, before)
 
@@ -186,6 +184,21 @@ class Referee:
         tokens = [self.setting.problem.tokens(i)[:-1] for i in range(len(self.setting.problem))]
         seen = torch.cat(tokens).unique().tolist()
         return fused_slices(shapes, model.config, seen_tokens=seen)
+
+
+def computed(model: nn.Module, claim: Claim, problem: Problem) -> Reference:
+    """The claimed reference at the model's weights, on any problem."""
+    return _computed(model, claim, problem)[0]
+
+
+def _computed(
+    model: nn.Module, claim: Claim, problem: Problem
+) -> tuple[Reference, Gradients | None]:
+    """With the sum of a stopped reference's two terms."""
+    if all(claim.stop(length) == 0 for length in problem.prompt_lengths):
+        return full_reference(model, problem, claim.objective), None
+    stopped = stopped_reference(model, problem, claim.objective, claim.stop)
+    return stopped.response, stopped.total()
 
 
 def floor_dtype(name: str) -> torch.dtype:

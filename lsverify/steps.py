@@ -7,7 +7,8 @@ seed. So a step that fails is named by one line and shrinks in structure.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -40,9 +41,14 @@ class Step:
 
     def __str__(self) -> str:
         spec, mode = self.spec, "train()" if self.training else "eval()"
-        return (
-            f"{self.objective.name} {self.policy} seed {spec.seed} prompts {spec.prompt_lengths} "
-            f"groups {spec.sizes()} responses {spec.response_lengths} chunk {self.chunk} {mode}"
+        options = [name for name in ("holes", "truncated") if getattr(spec, name)]
+        return " ".join(
+            [
+                f"{self.objective.name} {self.policy} seed {spec.seed} prompts {spec.prompt_lengths}",
+                f"groups {spec.sizes()} responses {spec.response_lengths} chunk {self.chunk}",
+                f"{spec.rewards} rewards {mode}",
+                *options,
+            ]
         )
 
     def setting(self, arch: str) -> Setting:
@@ -60,6 +66,14 @@ class Step:
             config=config, model=model, objective=self.objective, problem=problem, second=problem
         )
 
+    @contextmanager
+    def running(self, arch: str) -> Iterator[Setting]:
+        """The setting, computing at oracle precision on one thread for as long as the context lasts."""
+        setting = self.setting(arch)
+        with setting.computing(), threads(1):
+            take_gradients(setting.model)
+            yield setting
+
     def path(self) -> Path:
         """The LongStraw path with the step's policy and chunk."""
         return functools.partial(longstraw, policy=self.policy, chunk=self.chunk)
@@ -76,12 +90,10 @@ def hold(arch: str, step: Step, path: Path | None = None) -> Comparison:
     A stopped reference counts only where its two terms sum to the cache-free full gradient. Raises AssertionError,
     naming the step and what differs, unless everything is within 1e-12.
     """
-    setting, case = step.setting(arch), f"{arch} {step}"
-    model, problem = setting.model, setting.problem
-    with setting.computing(), threads(1):
-        take_gradients(model)
-        result = (path or step.path())(model, problem, setting.objective)
-        gradients = take_gradients(model)
+    case = f"{arch} {step}"
+    with step.running(arch) as setting:
+        result = (path or step.path())(setting.model, setting.problem, setting.objective)
+        gradients = take_gradients(setting.model)
         referee = Referee(setting)
         claim = claim_of(setting.config, result, setting.objective)
         comparison = accept(referee.compared(claim, gradients), case)

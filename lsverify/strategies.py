@@ -44,7 +44,7 @@ def register_profiles() -> str:
     largest error, and remembers failures in .hypothesis.
     """
     fixed = (Phase.explicit, Phase.generate, Phase.shrink)
-    for name, examples in (("quick", 2), ("ci", 10)):
+    for name, examples in (("quick", 2), ("ci", 6)):
         settings.register_profile(
             f"lsverify-{name}",
             max_examples=examples,
@@ -83,8 +83,12 @@ def objectives() -> st.SearchStrategy[Objective]:
             "entropy_bonus": st.just(0.01),
         },
     )
-    named = st.tuples(st.sampled_from(sorted(PRESETS)), overrides)
-    return named.map(lambda drawn: preset(drawn[0], **drawn[1]))
+    return st.tuples(st.sampled_from(sorted(PRESETS)), overrides).map(_preset)
+
+
+def _preset(drawn: tuple[str, dict[str, float]]) -> Objective:
+    name, overrides = drawn
+    return preset(name, **overrides)
 
 
 @st.composite

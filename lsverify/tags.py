@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,17 @@ def weights_version(model: nn.Module) -> str:
     """A digest of the content of every parameter and buffer: any update changes it, however it was written."""
     digest = hashlib.sha256()
     for name, tensor in _weights(model):
-        digest.update(f"{name}:{torch.hash_tensor(tensor.detach()).item()};".encode())
+        digest.update(f"{name}:{fingerprint(tensor)};".encode())
     return digest.hexdigest()[:12]
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A checksum of a tensor's bytes in their order; a contiguous tensor on the CPU is read in place.
+
+    Not `torch.hash_tensor`, which combines elements by xor: it is blind to their order and to two equal changes.
+    """
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -56,9 +66,11 @@ def adapter_of(model: nn.Module) -> str:
     ]
     if not layers:
         return "none"
-    if all(layer.disable_adapters for layer in layers):
+    on = [layer for layer in layers if not layer.disable_adapters]
+    if not on:
         return "off"
-    return "+".join(sorted({name for layer in layers for name in layer.active_adapters}))
+    names = "+".join(sorted({name for layer in on for name in layer.active_adapters}))
+    return names if len(on) == len(layers) else f"{names} in {len(on)} of {len(layers)} layers"
 
 
 def token_hash(tokens: Tensor) -> str:

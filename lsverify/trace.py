@@ -7,6 +7,7 @@ else's, however each of them cut, padded or batched the sequences.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +15,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
+from lsverify.cache import state_of
 from lsverify.decisions import ChoiceMode, as_sets, margins
 from lsverify.objective import token_logp
 from lsverify.problems import Problem
 from lsverify.prompt import unwrapped
+from lsverify.tags import fingerprint
 from lsverify.watch import arguments_by_name, decoder_layers, way_to_embedding
 
 
@@ -41,7 +45,10 @@ class Site:
 
 @dataclass(frozen=True)
 class Choice:
-    """A set of experts or keys (sorted, -1 for candidates that a mask ruled out), its margin and the scores' size."""
+    """A set of experts or keys (sorted, without candidates that a mask ruled out), its margin and the scores' size.
+
+    Ruled-out candidates fill a choice of k up where fewer are allowed; how many is a matter of the pass's length.
+    """
 
     chosen: tuple[int, ...]
     margin: float
@@ -66,7 +73,8 @@ class Trace:
 
     `log_probs[i]` [R_i] are the response's log-probs as computed in passes with autograd (nan where none was seen);
     `scored[i]` the same for passes without; `choices[site, place]` the decisions; `values[layer, place]` the hidden
-    states, when `values` is asked for; `unplaced` counts tokens that match nothing in the problem. `forced` maps
+    states, when `values` is asked for; `passes[place, autograd]` counts how often a token was forwarded with and without
+    autograd; `unplaced` counts tokens that match nothing in the problem. `forced` maps
     (site, place) to a choice that replaces the model's own.
     """
 
@@ -84,6 +92,7 @@ class Trace:
         self._prompts = [problem.prompt_hash(group) for group in problem.group_of]
         self._tokens = [problem.tokens(i).tolist() for i in range(len(problem))]
         self._rows: list[_Row] = []
+        self._origins: dict[tuple[int, ...] | None, list[int]] = {}
         self._modules: list[str] = []
         self._calls: dict[str, int] = {}
         self._handles: list[Any] = []
@@ -93,6 +102,7 @@ class Trace:
         self.choices: dict[tuple[Site, Place], Choice] = {}
         self.unstable: list[tuple[Site, Place]] = []
         self.values: dict[tuple[str, Place], Tensor] = {}
+        self.passes: Counter[tuple[Place, bool]] = Counter()
         self.unplaced = 0
 
     def __enter__(self) -> Self:
@@ -101,7 +111,8 @@ class Trace:
         _, parents = way_to_embedding(self._model)
         backbone = parents[-1]
         keep(backbone.register_forward_pre_hook(self._enter, with_kwargs=True))
-        keep(head.register_forward_hook(self._logits))
+        keep(backbone.register_forward_hook(self._leave, with_kwargs=True))
+        keep(head.register_forward_hook(self._logits, with_kwargs=True))
         for name, module in backbone.named_modules():
             keep(module.register_forward_pre_hook(partial(self._push, name)))
             keep(module.register_forward_hook(partial(self._pop, name), always_call=True))
@@ -126,42 +137,66 @@ class Trace:
         self._rows = []
         if not isinstance(ids, Tensor):
             return
-        positions = _positions(ids, given)
-        padding = _leading_padding(given, len(positions))
-        for tokens, where, (keys, hidden) in zip(ids.tolist(), positions, padding, strict=True):
-            row = self._placed(tokens, where, keys, hidden)
-            self.unplaced += sum(p >= 0 for p in where) if not row.members else 0
+        positions, rows = _positions(ids, given), len(ids)
+        padding, pasts = _leading_padding(given, rows), _pasts(_cache(given), rows)
+        for tokens, where, (keys, hidden), past in zip(
+            ids.tolist(), positions, padding, pasts, strict=True
+        ):
+            members = self._members(tokens, where, past)
+            self.unplaced += sum(p >= 0 for p in where) if not members else 0
+            row = _Row(where, members, keys, hidden)
             self._rows.append(row)
+            places = (place for c in range(len(where)) for place in self._places(row, c))
+            self.passes.update((place, torch.is_grad_enabled()) for place in places)
 
-    def _placed(self, tokens: list[int], positions: list[int], keys: int, hidden: int) -> _Row:
+    def _members(
+        self, tokens: list[int], positions: list[int], past: tuple[int, ...] | None
+    ) -> list[int]:
+        """The members that a row fits: by its own tokens, and by those before it where their state was seen made.
+
+        A short row alone fits too much: a single token stands at the same position of several prompts by chance.
+        """
         seen = [(p, t) for p, t in zip(positions, tokens, strict=True) if p >= 0]
-        members = [
+        fits = [
             i
             for i, own in enumerate(self._tokens)
             if seen and all(p < len(own) and own[p] == t for p, t in seen)
         ]
-        return _Row(positions, members, keys, hidden)
+        return [i for i in fits if i in self._origins.get(past, fits)] or fits
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = _cache(arguments_by_name(module, args, kwargs))
+        made = getattr(output, "cache", None) if given is None else given
+        pasts = _pasts(made, len(self._rows))
+        self._origins |= {
+            past: row.members
+            for past, row in zip(pasts, self._rows, strict=True)
+            if past is not None
+        }
 
     def _places(self, row: _Row, column: int) -> Iterator[Place]:
         """The tokens of the problem that a column stands for: one of a prompt, or one of each equal response."""
         position = row.positions[column]
         if position < 0:
             return
-        for i in row.members:
-            in_prompt = position < len(self._problem.prompt(i))
-            yield Place(self._prompts[i], -1 if in_prompt else i, position)
-            if in_prompt and len({self._prompts[m] for m in row.members}) == 1:
-                return
+        in_prompt = {i: position < len(self._problem.prompt(i)) for i in row.members}
+        yield from dict.fromkeys(
+            Place(self._prompts[i], -1 if shared else i, position)
+            for i, shared in in_prompt.items()
+        )
 
-    def _logits(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _logits(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        kept = arguments_by_name(module, args, kwargs).get("logits_to_keep")
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or len(self._rows) != len(logits):
             return
         target = self.log_probs if torch.is_grad_enabled() else self.scored
         for row, values in zip(self._rows, logits.detach(), strict=True):
-            first = len(row.positions) - len(values)
+            positions = row.positions[len(row.positions) - len(values) :]
+            if isinstance(kept, Tensor):
+                positions = [row.positions[column] for column in kept.tolist()]
             for i in row.members:
-                self._log_probs_of(i, row.positions[first:], values, target)
+                self._log_probs_of(i, positions, values, target)
 
     def _log_probs_of(
         self, i: int, positions: list[int], logits: Tensor, target: list[Tensor]
@@ -192,18 +227,19 @@ class Trace:
         name = self._modules[-1]
         per_token = len(scores) // len(columns)
         sets, gaps = as_sets(scores, chosen), margins(scores, chosen.shape[-1])
-        lowest = torch.finfo(scores.dtype).min / 2
-        sizes = scores.masked_fill(scores <= lowest, 0).abs().amax(-1)
+        masked = scores <= torch.finfo(scores.dtype).min / 2
+        sizes = scores.masked_fill(masked, 0).abs().amax(-1)
         replaced = chosen.clone() if self._forced else None
         for number, (row, column) in enumerate(columns):
             for place in self._places(row, column):
                 for part in range(per_token):
                     line = number * per_token + part
                     key = (Site(name, self._calls[name] * per_token + part), place)
-                    choice = _unpadded(tuple(sets[line].tolist()), row, scores.shape[-1])
+                    first = _first_candidate(row, masked[line])
+                    choice = tuple(index - first for index in sets[line].tolist() if index >= 0)
                     self._note(key, Choice(choice, gaps[line].item(), sizes[line].item()))
                     if replaced is not None:
-                        self._force(key, replaced[line])
+                        self._force(key, replaced[line], first)
         self._calls[name] += 1
         return replaced
 
@@ -212,10 +248,10 @@ class Trace:
         if before.chosen != choice.chosen:
             self.unstable.append(key)
 
-    def _force(self, key: tuple[Site, Place], line: Tensor) -> None:
+    def _force(self, key: tuple[Site, Place], line: Tensor, first: int) -> None:
         choice = self._forced.get(key)
-        if choice is not None and -1 not in choice.chosen and len(choice.chosen) == len(line):
-            line.copy_(torch.tensor(choice.chosen, dtype=line.dtype))
+        if choice is not None and len(choice.chosen) == len(line):
+            line.copy_(torch.tensor(choice.chosen, dtype=line.dtype) + first)
 
     def _layer(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -257,15 +293,32 @@ def _leading_padding(given: Mapping[str, Any], rows: int) -> list[tuple[int, int
     return [(mask.shape[1], int((row.cumsum(0) == 0).sum())) for row in mask.long()]
 
 
-def _unpadded(chosen: tuple[int, ...], row: _Row, candidates: int) -> tuple[int, ...]:
-    """Keys are numbered from the first real one, so that a padded row can be compared with an unpadded one."""
-    if row.hidden_keys == 0 or candidates != row.keys:
-        return chosen
-    return tuple(index if index < 0 else index - row.hidden_keys for index in chosen)
+def _first_candidate(row: _Row, masked: Tensor) -> int:
+    """The column that counts as candidate 0, so that a padded row can be compared with an unpadded one.
+
+    Keys are numbered from the first real one. Experts are no keys, even where there are as many: padding masks none.
+    """
+    hidden = row.hidden_keys
+    return hidden if len(masked) == row.keys and bool(masked[:hidden].all()) else 0
+
+
+def _cache(given: Mapping[str, Any]) -> Any:
+    found = (given.get(name) for name in ("cache", "past_key_values"))
+    return next((cache for cache in found if cache is not None), None)
+
+
+def _pasts(cache: Any, rows: int) -> list[tuple[int, ...] | None]:
+    """For each row, checksums of the last layer's state, in which all tokens before have a part; None without one."""
+    state = state_of(cache) if isinstance(cache, Cache) else {}
+    layer = max((slot.layer for slot in state if slot.layer is not None), default=None)
+    last = [tensor for slot, tensor in state.items() if slot.layer == layer and len(tensor) == rows]
+    if not last:
+        return [None] * rows
+    return [tuple(fingerprint(tensor[row]) for tensor in last) for row in range(rows)]
 
 
 def _past_length(given: Mapping[str, Any]) -> int:
-    cache = given.get("cache") or given.get("past_key_values")
+    cache = _cache(given)
     try:
         return int(cache.get_seq_length()) if cache is not None else 0
     except ValueError:  # a cache of recurrent states alone does not know its length

@@ -1,15 +1,15 @@
-"""A gate's run in W&B: one table of cases, scalars per case, the receipt as an artifact. Offline unless asked."""
+"""A gate's run in W&B: one table of cases, scalars per case, the receipt as a file. Offline unless asked."""
 
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from lsverify.errors import InputError
-from lsverify.evidence import CaseReceipt, Receipt, as_json, exit_code, write
+from lsverify.evidence import CaseReceipt, Receipt, as_json, exit_code
 from lsverify.report import HEADERS, row
+from lsverify.whole_files import write_whole
 
 MODES = ("offline", "online", "disabled")
 
@@ -27,37 +27,41 @@ def check_mode(mode: str) -> None:
 def log(
     receipt: Receipt, *, mode: str, folder: Path | None = None, project: str = "lsverify"
 ) -> Path | None:
-    """Log a receipt; returns the run's folder, None when disabled. Losing the network never loses the run's files."""
+    """Log a receipt; returns the run's folder, None when disabled. The folder holds all of the run, receipt included.
+
+    Raises `InputError` when wandb refuses to start a run, for instance online without a key.
+    """
     if mode == "disabled":
         return None
     import wandb
 
     where = folder or Path.cwd()
     where.mkdir(parents=True, exist_ok=True)
-    run = wandb.init(
-        settings=wandb.Settings(silent=True, console="off"),
-        project=project,
-        job_type="gate",
-        mode=mode,  # type: ignore[arg-type]
-        dir=str(where),
-        config={
-            "command": list(receipt.command),
-            "environment": receipt.environment.model_dump(),
-            "cases": [case.config.model_dump() for case in receipt.cases],
-        },
-    )
+    try:
+        run = wandb.init(
+            settings=wandb.Settings(silent=True, console="off"),
+            project=project,
+            job_type="gate",
+            mode=mode,  # type: ignore[arg-type]
+            dir=str(where),
+            config={
+                "command": list(receipt.command),
+                "environment": receipt.environment.model_dump(),
+                "cases": [case.config.model_dump() for case in receipt.cases],
+            },
+        )
+    except wandb.Error as error:
+        raise InputError(f"wandb {mode}: {error} (--wandb offline needs no network)") from None
     try:
         cases = wandb.Table(columns=list(HEADERS), data=[row(case) for case in receipt.cases])
         run.log(
             {"gate": cases, **{k: v for case in receipt.cases for k, v in _scalars(case).items()}}
         )
         run.summary["exit_code"] = exit_code(receipt.cases)
-        with tempfile.TemporaryDirectory() as scratch:
-            file = Path(scratch) / "receipt.json"
-            write(file, as_json(receipt))
-            artifact = wandb.Artifact("receipt", type="receipt")
-            artifact.add_file(str(file))
-            run.log_artifact(artifact)
+        # A file of the run, not an artifact: offline, an artifact is staged outside the run's folder.
+        file = Path(run.dir) / "receipt.json"
+        write_whole(file, as_json(receipt))
+        run.save(str(file), base_path=run.dir)
         return Path(run.dir).parent
     finally:
         run.finish()

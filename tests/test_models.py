@@ -127,7 +127,7 @@ def test_architectures_have_what_they_are_here_for():
     assert qwen.linear_conv_kernel_dim == 4
     assert glm.indexer_types == ["full", "shared", "full", "shared"]
     assert glm.mlp_layer_types == ["dense", "sparse", "sparse", "sparse"]
-    assert (glm.index_n_heads, glm.index_topk) == (8, 8)
+    assert (glm.index_n_heads, glm.index_topk) == (32, 8)
     for config in (llama, mistral, qwen, glm):
         assert config._experts_implementation == "eager"
         assert config._attn_implementation == "sdpa"

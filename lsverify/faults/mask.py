@@ -49,9 +49,7 @@ def _counting(change, model: nn.Module, problem: Problem, objective: Objective) 
 def padding_attended(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
     """A left-padded batch goes through the model without its attention mask."""
     batch = problem.padded("left")
-    output = model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids.clamp(min=0), use_cache=False
-    )
+    output = model(input_ids=batch.input_ids, use_cache=False)
     rows = [
         output.logits[i, int(start) - 1 : int(start) - 1 + length]
         for i, (start, length) in enumerate(

@@ -161,7 +161,7 @@ FAULTS = (
         path=keys_appended_without_gradient,
         report="ST-01",
         rung="gradient",
-        points_at=r"exactly zero.*through keys and values",
+        points_at=r"no gradient at all for \d+ parameters \([^)]*\bk?v\b",
     ),
     Fault(
         path=recurrent_state_not_differentiated,
@@ -180,7 +180,7 @@ FAULTS = (
         path=sibling_pollutes_the_snapshot,
         report="ST-04",
         rung="forward",
-        points_at=r"response [1-9]\d* token 0",
+        points_at=r"response [1-9]",
     ),
     Fault(
         path=only_the_last_siblings_cotangent,
@@ -191,8 +191,8 @@ FAULTS = (
     Fault(
         path=indexer_keys_not_saved,
         report="ST-08",
-        rung="forward",
-        points_at=r"decisions differ, first .*indexer",
+        rung="execution",
+        points_at=r"decisions changed between passes over the same token, first in \S*indexer",
         architectures=("glm_moe_dsa",),
     ),
     Fault(
@@ -225,6 +225,6 @@ FAULTS = (
         path=captured_as_inference_tensors,
         report="OT-11",
         rung="execution",
-        points_at=r"[Ii]nference tensors",
+        points_at=r"[Ii]nference tensor",
     ),
 )

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from lsverify.evidence import CaseConfig, Rung
 from lsverify.ledger import expected_schedule, ideal_work, shared
 from lsverify.observe import Run
+from lsverify.paths import shared_prompts
 from lsverify.problems import Problem
 from lsverify.referee import Claim
+from lsverify.trace import Place
 
 
 def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Rung:
@@ -73,6 +75,7 @@ def _sharing(claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
         yield f"{run.tokens.grad} tokens under autograd for {responses} response tokens: some were not trained on"
     if claim.policy is None:
         return
+    yield from _as_often_as_without_sharing(claim, problem, run)
     # Once to score, once to replay; a candidate may also recompute each branch.
     most = ideal_work("longstraw", shared(problem), claim.policy, scored=2).tokens
     dense = ideal_work("full_serial", shared(problem)).tokens
@@ -81,3 +84,36 @@ def _sharing(claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
             f"{run.tokens.total} tokens forwarded where sharing the prompt needs at most {most} and the ordinary "
             f"path {dense}: the shared path was not entered"
         )
+
+
+def _as_often_as_without_sharing(claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
+    """Sharing shows in how often a prompt token is forwarded for each pass over a response, whatever the totals.
+
+    Each pass over a response costs a pass over its prompt without sharing, and with G siblings G of them.
+    """
+    assert run.trace is not None and claim.policy is not None
+    passes = run.trace.passes
+    for prompt, members in shared_prompts(problem):
+        boundary, group = claim.policy.boundary(len(prompt)), len(members)
+        if group == 1 or boundary == 0:
+            continue
+        name = problem.prompt_hash(problem.group_of[members[0]])
+        captured = [Place(name, -1, position) for position in range(boundary)]
+        branches = [
+            Place(name, i, position)
+            for i in members
+            for position in range(len(prompt), len(prompt) + len(problem.responses[i].tokens) - 1)
+        ]
+        trained = max((passes[place, True] for place in branches), default=1)
+        run_at_all = max(
+            (passes[place, True] + passes[place, False] for place in branches), default=1
+        )
+        under_autograd = min(passes[place, True] for place in captured)
+        without = min(passes[place, False] for place in captured)
+        if under_autograd >= group * max(trained, 1) or without >= group * max(run_at_all, 1):
+            yield (
+                f"the prompt of responses {members[0]} to {members[-1]} was forwarded {under_autograd} times under "
+                f"autograd and {without} times without, as often as its {group} responses ask for when "
+                "nothing is shared: the shared path was not entered"
+            )
+            return

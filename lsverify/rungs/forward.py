@@ -97,7 +97,7 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
         return Rung(name="forward", status="failed", detail="; ".join(faults))
     comparison = compare(_named(expected), _named(actual), limits=limits)
     worst = comparison.worst_parameter or ""
-    detail = f"log-probs {where} of {len(problem)} responses; worst {worst} {comparison.worst_rel_l2:.3g}"
+    detail = f"log-probs {where} of {len(problem)} responses; worst {worst} {_number(comparison.worst_rel_l2)}"
     if not comparison.passed:
         return Rung(
             name="forward",
@@ -113,13 +113,25 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
             faults.append(
                 f"the log-probs it reports are not the ones it computed ({reported.worst_rel_l2})"
             )
+    if faults:
+        return Rung(
+            name="forward",
+            status="failed",
+            measure=float(len(faults)),
+            limit=0.0,
+            detail="; ".join([*faults, detail]),
+        )
     return Rung(
         name="forward",
-        status="failed" if faults else "proven",
+        status="proven",
         measure=comparison.rel_l2,
         limit=max((t.limit for t in comparison.tensors), default=limits.relative),
-        detail="; ".join([*faults, detail]),
+        detail=detail,
     )
+
+
+def _number(value: float | None) -> str:
+    return "has no number" if value is None else f"{value:.3g}"
 
 
 def _log_probs(run: Run) -> tuple[str, Sequence[Tensor]] | None:

@@ -13,11 +13,11 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
     """The comparison's verdict, unless the path disagrees with itself or the reference with its own parts."""
     if run.error is not None:
         return Rung(name="gradient", status="not_run", detail="the path raised an error")
-    limit = max((t.limit for t in comparison.tensors), default=comparison.limit)
 
-    def rung(status: Status, detail: str) -> Rung:
+    def rung(status: Status, detail: str, measured: Comparison = comparison) -> Rung:
+        limit = max((t.limit for t in measured.tensors), default=measured.limit)
         return Rung(
-            name="gradient", status=status, measure=comparison.rel_l2, limit=limit, detail=detail
+            name="gradient", status=status, measure=measured.rel_l2, limit=limit, detail=detail
         )
 
     parts = consistent(claim, referee)
@@ -25,17 +25,19 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
         return rung(
             "reference_inconsistent",
             f"response term and state term do not sum to full autograd: {message(parts)}",
+            parts,
         )
     if again.error is not None:
         kind = type(again.error).__name__
-        return rung("error", f"the path raised {kind} when it ran again: {again.error}")
+        detail = f"the path raised {kind} when it ran again: {again.error}"
+        return Rung(name="gradient", status="error", detail=detail)
     twice = compare(
         run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices
     )
     if _disagree(twice):
         to_reference = "" if comparison.passed else f"\nto the reference: {message(comparison)}"
         detail = f"two runs of the path disagree: {message(twice)}{to_reference}"
-        return rung("nondeterministic", detail)
+        return rung("nondeterministic", detail, twice)
     if comparison.passed:
         worst = comparison.worst_parameter
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
@@ -45,7 +47,7 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
 def _disagree(twice: Comparison) -> bool:
     """Whether the second run differs from the first; a first run that is not finite is at fault by itself."""
     unusable = any(finding.kind == "reference_non_finite" for finding in twice.findings)
-    return not (twice.passed or twice.status == "vacuous" or unusable)
+    return twice.status == "failed" and not unusable
 
 
 def consistent(claim: Claim, referee: Referee) -> Comparison | None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
 from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import Rung
 from lsverify.limits import Limit
-from lsverify.observe import restore, weights_of
+from lsverify.objective import Objective
+from lsverify.observe import Run, unchanged, weights_of
 from lsverify.optimizers import PROBES, ClosedForm, TorchStep
 from lsverify.paths import Path, Update
-from lsverify.referee import Claim, Referee
+from lsverify.problems import Problem
+from lsverify.referee import Claim, Referee, computed
 from lsverify.references import Gradients, take_gradients
 
 # Each of the two steps rounds a weight and its change a few times.
@@ -70,17 +74,24 @@ def _path_delta(
     """Change of every trainable parameter when the path's gradients go through torch's optimizer (or its own)."""
     model = referee.setting.model
     before = weights_of(model)
-    try:
+    with unchanged(model, Run()):
         optimizer = TorchStep(model, update)
         for problem in (referee.setting.problem, referee.setting.second):
             take_gradients(model)
-            path(model, problem, referee.setting.objective)
+            _take_step(path, model, problem, referee.setting.objective)
             if not steps_itself:
                 optimizer.step()
         return {name: tensor.double() - before[name].double() for name, tensor in _trainable(model)}
-    finally:
-        take_gradients(model)
-        restore(model, before)
+
+
+def _take_step(path: Path, model: nn.Module, problem: Problem, objective: Objective) -> None:
+    """Run the path on a copy of the problem. An exit becomes an error: a path that ends the process shows nothing."""
+    try:
+        path(model, copy.deepcopy(problem), objective)
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as exit_:
+        raise RuntimeError(f"{type(exit_).__name__} {exit_}") from exit_
 
 
 def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update) -> Limits:
@@ -101,17 +112,15 @@ def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update)
                 value, "1e-12 plus the rounding of a weight that moves this little"
             )
         return Limits(per_tensor=per_tensor)
-    native = _path_delta(
-        _reference_path(claim, referee), claim, referee, update, steps_itself=False
-    )
+    native = _path_delta(_reference_path(claim), claim, referee, update, steps_itself=False)
     return referee.measured(expected, native)
 
 
-def _reference_path(claim: Claim, referee: Referee) -> Path:
+def _reference_path(claim: Claim) -> Path:
     """The claimed reference as a path: leaves its gradients in `.grad`."""
 
     def path(model: nn.Module, problem, objective):  # type: ignore[no-untyped-def]
-        reference = referee._computed(model, claim, problem)
+        reference = computed(model, claim, problem)
         for name, parameter in model.named_parameters():
             gradient = reference.gradients.get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.dtype)

@@ -1,0 +1,26 @@
+"""Files that appear under their name only when they are whole: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` to write to; renamed to it at the end, removed if anything was raised."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write text (UTF-8) or bytes, whole or not at all; the folder is made if it is not there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with appearing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
