@@ -23,7 +23,7 @@ stage() {
 stage lint "$bin/ruff" check .
 stage format "$bin/ruff" format --check .
 stage types "$bin/mypy"
-stage tests "$bin/python" -m pytest tests -q -n 2 \
+stage tests "$bin/python" -m pytest tests -q -n 2 --dist loadgroup \
   --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 stage suites "$bin/python" -m pytest suites -q -n 2 --dist loadgroup
 printf '\n== all passed in %d s\n' "$SECONDS"

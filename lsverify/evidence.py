@@ -58,7 +58,12 @@ Real = Annotated[
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=True,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class Rung(_Record):

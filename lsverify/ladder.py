@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
+from lsverify.accounting import account
 from lsverify.cases import load_candidate
 from lsverify.compare import Comparison, Limits
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
-from lsverify.ledger import ideal_work, shared
 from lsverify.models import TINY
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, timed, weighed
@@ -119,7 +118,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
         bias=_distance(against_full, run),
         paper_gate=None if run.error else against_full.paper_gate,
         parameters=_parameters(against_claim, against_full),
-        accounting=_accounting(config, referee, claim, run, again, weight),
+        accounting=account(claim, referee, chunk=config.chunk, run=run, again=again, weight=weight),
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(
@@ -201,25 +200,6 @@ def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
         for finding in claimed.findings
     ]
     return tuple(found)
-
-
-def _accounting(
-    config: CaseConfig, referee: Referee, claim: Claim, run: Run, again: Run, weight: Run
-) -> dict[str, Any]:
-    """Measured beside what shapes ask for; tokens counted at the embedding, bytes at the allocator, time in seconds."""
-    prompts = shared(referee.setting.problem)
-    policy = claim.policy
-    return {
-        "tokens_forwarded": run.tokens.total,
-        "tokens_under_autograd": run.tokens.grad,
-        "tokens_ideal": ideal_work("longstraw", prompts, policy).tokens if policy else None,
-        "tokens_full": ideal_work("full_serial", prompts).tokens,
-        "live_bytes_peak": None if weight.error else weight.live_bytes_peak,
-        "live_bytes_peak_full": referee.full_live_bytes,
-        "threads": torch.get_num_threads(),
-        "seconds": again.seconds,
-        "seconds_full": referee.full_timed.seconds,
-    }
 
 
 def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:

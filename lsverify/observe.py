@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -90,12 +91,14 @@ def _call(
     objective: Objective,
     instruments: list[Any],
 ) -> None:
+    # A copy, so that what the path writes there reaches no reference and no later case.
+    given = copy.deepcopy(problem)
     with ExitStack() as stack:
         for instrument in instruments:
             stack.enter_context(instrument)
         start = time.perf_counter()
         try:
-            run.result = checked(path(model, problem, objective))
+            run.result = checked(path(model, given, objective))
         except (StalePromptState, NotShareable) as error:
             run.error = error
         except (InputError, KeyboardInterrupt):  # the user's to mend or to want, whoever noticed it
@@ -103,10 +106,12 @@ def _call(
         except BaseException as error:  # all else is evidence about the path, sys.exit(0) too
             run.error = error
         run.seconds = time.perf_counter() - start
+    if given.content_hash() != problem.content_hash():
+        run.changes.append("the problem's own tensors were written to")
 
 
 def checked(result: Any) -> StepResult | None:
-    """What a path returned. Raises TypeError, naming the field, for what is no `StepResult`."""
+    """A copy of what a path returned, out of its reach. Raises TypeError, naming the field, for what is no `StepResult`."""
     if result is None:
         return None
     if not isinstance(result, StepResult):
@@ -126,7 +131,8 @@ def checked(result: Any) -> StepResult | None:
         if not fits:
             value = getattr(result, name)
             raise TypeError(f"StepResult.{name} is a {type(value).__name__}: see its docstring")
-    return result
+    kept = None if rows is None else tuple(row.detach().clone() for row in rows)
+    return replace(result, loss=float(result.loss), log_probs=kept)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def parse_policy(spec: str) -> Policy:
     if spec == "detach":
         return Policy(spec, window=0)
     for part in spec.split("+"):
-        match = re.fullmatch(r"(window|tail):(\d+)", part)
+        match = re.fullmatch(r"(window|tail):([0-9]{1,9})", part)
         if match is None or match[1] in fields:
             raise InputError(f"policy {spec!r} is not known: use {ALLOWED}")
         fields[match[1]] = int(match[2])

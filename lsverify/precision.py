@@ -146,8 +146,9 @@ def threads(count: int | None) -> Iterator[None]:
 def deterministic() -> Iterator[None]:
     """Torch's deterministic algorithms, for as long as the context lasts."""
     before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)

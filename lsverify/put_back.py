@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class PutBack:
@@ -32,6 +34,7 @@ class PutBack:
         self._contents = [(v, _content(v)) for v in every if isinstance(v, dict | list | set)]
         self._described = {name: dict(_described(config)) for name, config in self._configs.items()}
         self._trainable = [(p, p.requires_grad) for p in model.parameters()]
+        self._hooks = [(p, name, _hooks_of(p, name)) for p, _ in self._trainable for name in HOOKS]
         self._code = [(name, owner, dict(_callables(owner))) for name, owner in _code_of(model)]
         self._grad, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self._deterministic = torch.are_deterministic_algorithms_enabled()
@@ -65,6 +68,10 @@ class PutBack:
                 (value.extend if isinstance(value, list) else value.update)(content)
         for parameter, trainable in self._trainable:
             parameter.requires_grad_(trainable)
+        for parameter, name, hooks in self._hooks:
+            if _hooks_of(parameter, name) != hooks:
+                getattr(parameter, name).clear()
+                getattr(parameter, name).update(hooks)
         for _, owner, before in self._code:
             for name, value in before.items():
                 if vars(owner).get(name) is not value:
@@ -76,6 +83,10 @@ class PutBack:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+def _hooks_of(parameter: Tensor, name: str) -> dict[int, Any]:
+    return dict(getattr(parameter, name, None) or {})
 
 
 def _content(value: Any) -> list[Any]:

@@ -138,7 +138,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         cases = options_of(metafunc.config).cases()
     except InputError as error:
-        raise pytest.UsageError(str(error)) from None
+        # Of what can be raised here, this alone is told without a traceback.
+        raise pytest.Collector.CollectError(f"lsverify: {error}") from None
     metafunc.parametrize("evidence", cases, indirect=True, scope="session", ids=case_id)
 
 

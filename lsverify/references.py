@@ -10,6 +10,7 @@ models whose keys and values are made token by token.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,13 +159,16 @@ def _split_modules(
 
         return both
 
+    before = [vars(module).get("forward") for module in holders]
     for module in holders:
         module.forward = split(module)
     try:
         yield
     finally:
-        for module in holders:
+        for module, earlier in zip(holders, before, strict=True):
             del module.forward
+            if earlier is not None:
+                module.forward = earlier
 
 
 def _copy(model: nn.Module) -> dict[str, Tensor]:
@@ -204,7 +208,7 @@ def central_difference(
     """The loss's derivative along `direction` (by parameter name) at the current parameters, and its error estimate.
 
     Central differences at shrinking steps, extrapolated to step 0 (Richardson); the error estimate is the last
-    correction. The parameters are restored exactly.
+    correction, infinite where a single step leaves nothing to correct. The parameters are restored exactly.
     """
     plan = prepare(objective, problem, Scores())
     parameters = dict(model.named_parameters())
@@ -223,10 +227,11 @@ def central_difference(
     finally:
         for name in direction:
             parameters[name].copy_(before[name])
-    correction = abs(row[-1] - row[0])
-    for power in range(1, len(steps)):
+    correction = math.inf
+    for order in range(1, len(steps)):
         better = [
-            fine + (fine - coarse) / (4**power - 1) for coarse, fine in itertools.pairwise(row)
+            fine + (fine - coarse) / ((steps[i] / steps[i + order]) ** 2 - 1)
+            for i, (coarse, fine) in enumerate(itertools.pairwise(row))
         ]
         correction = abs(better[-1] - row[-1])
         row = better

@@ -90,7 +90,7 @@ def failures(cases: Iterable[CaseReceipt]) -> list[tuple[str, Rung]]:
     found = []
     for case in cases:
         needed = RUNGS[: RUNGS.index(case.config.require) + 1]
-        name = f"{case.arch} {case.candidate or ''} {case.policy or ''}".strip()
+        name = " ".join(filter(None, (case.arch, case.candidate, case.policy)))
         found += [(name, rung) for rung in case.rungs if rung.name in needed and not rung.holds]
     return found
 

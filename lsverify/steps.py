@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import CaseConfig
@@ -28,13 +29,15 @@ from lsverify.rungs.gradient import consistent
 from lsverify.setting import Setting
 from lsverify.slices import Slice
 
+GRPO = preset("grpo")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """The structure of one step. `spec.seed` is the seed of the model too; `chunk` is in tokens."""
 
     spec: ProblemSpec
-    objective: Objective = preset("grpo")
+    objective: Objective = GRPO
     policy: str = "exact"
     chunk: int = 8
     training: bool = True
@@ -51,36 +54,51 @@ class Step:
             ]
         )
 
-    def setting(self, arch: str) -> Setting:
-        """Model, problem and objective at oracle precision; the model is shared by steps of the same seed."""
-        model = _model(arch, self.spec.seed).train(self.training)
-        problem = draw(self.spec, model.config.get_text_config().vocab_size)
-        config = CaseConfig(arch=arch, seed=self.spec.seed, training=self.training)
-        setting = Setting(
-            config=config, model=model, objective=self.objective, problem=problem, second=problem
-        )
-        with setting.computing(), threads(1):
-            current = full_score(model, problem, temperature=self.objective.temperature)
-        problem = off_policy(problem, current, self.objective, self.spec.seed)
-        return Setting(
-            config=config, model=model, objective=self.objective, problem=problem, second=problem
-        )
-
     @contextmanager
     def running(self, arch: str) -> Iterator[Setting]:
-        """The setting, computing at oracle precision on one thread for as long as the context lasts."""
-        setting = self.setting(arch)
+        """Model, problem and objective, computing at oracle precision on one thread while the context lasts."""
+        setting = self.referee(arch).setting
+        setting.model.train(self.training)
         with setting.computing(), threads(1):
             take_gradients(setting.model)
             yield setting
+
+    def referee(self, arch: str) -> Referee:
+        """The step's references. Steps that differ only in policy and chunk share them; steps of one seed, a model."""
+        return _referee(arch, replace(self, policy="exact", chunk=1))
 
     def path(self) -> Path:
         """The LongStraw path with the step's policy and chunk."""
         return functools.partial(longstraw, policy=self.policy, chunk=self.chunk)
 
 
+@functools.lru_cache(maxsize=2)
+def _referee(arch: str, step: Step) -> Referee:
+    spec = step.spec
+    model = _model(arch, spec.seed).train(step.training)
+    setting = Setting(
+        config=CaseConfig(
+            arch=arch,
+            prompt_length=max(spec.prompt_lengths),
+            group_size=max(spec.sizes()),
+            response_lengths=spec.response_lengths,
+            objective=step.objective.name,
+            seed=spec.seed,
+            training=step.training,
+        ),
+        model=model,
+        objective=step.objective,
+        problem=(problem := draw(spec, model.config.get_text_config().vocab_size)),
+        second=problem,
+    )
+    with setting.computing(), threads(1):
+        current = full_score(model, problem, temperature=step.objective.temperature)
+    problem = off_policy(problem, current, step.objective, spec.seed)
+    return Referee(replace(setting, problem=problem, second=problem))
+
+
 @functools.lru_cache(maxsize=24)
-def _model(arch: str, seed: int) -> nn.Module:
+def _model(arch: str, seed: int) -> Any:
     return build(arch, seed=seed)
 
 
@@ -94,7 +112,7 @@ def hold(arch: str, step: Step, path: Path | None = None) -> Comparison:
     with step.running(arch) as setting:
         result = (path or step.path())(setting.model, setting.problem, setting.objective)
         gradients = take_gradients(setting.model)
-        referee = Referee(setting)
+        referee = step.referee(arch)
         claim = claim_of(setting.config, result, setting.objective)
         comparison = accept(referee.compared(claim, gradients), case)
         parts = consistent(claim, referee)

@@ -211,3 +211,8 @@ def warns(model, problem, objective):
 
     warnings.warn("a shape [/bold] of [2, 3] is odd", stacklevel=1)
     return full_autograd(model, problem, objective)
+
+
+def wants_a_reference(model, problem, objective):
+    bare = problem.replace_responses([{"ref_logp": None} for _ in problem.responses])
+    return full_autograd(model, bare, preset("grpo", beta=0.1))

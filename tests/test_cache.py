@@ -184,8 +184,8 @@ def test_tuples_dummy_layers_and_prefixes_are_mapped_too():
     layer = DynamicLayer()
     layer.keys, layer.more = Prefix(0, 2), (torch.ones(1), "text", [torch.zeros(1)])
     cache.layers = [DummyLayer(), layer]
-    seen = {}
-    copied = map_state(cache, lambda slot, value: seen.setdefault(slot, value) and None)
+    seen = []
+    copied = map_state(cache, lambda slot, value: seen.append(slot))
     assert {slot.path for slot in seen} == {"layers.1.keys", "layers.1.more.0", "layers.1.more.2.0"}
     assert {(slot.layer, slot.kind) for slot in seen} == {(1, "attention")}
     assert copied.layers[1].more == (None, "text", [None])

@@ -1,0 +1,270 @@
+"""What must come out equal by the mathematics alone, whatever the numbers are.
+
+    window:B = exact                 window:0 = detach = tail:1
+    tail:k = window:(k-1)            tail:k + window:m = window:(m+k-1)
+    response term + state term = full
+    siblings permuted = siblings in order
+    a batch of prompts = the sum over prompts, with the batch's advantages and denominators
+    one capture for equal prompts = a capture each
+    all rewards equal, group baseline, no KL: exactly zero
+    anything at masked slots = anything else there
+    any chunk size = any other
+    B = 0: every policy = full
+
+Most of these need no reference, so they hold where `full` and the path could share a fault. Guards against gradients
+that depend on what they must not: order, chunking, batch mates, masked data, the way a term is computed. And the
+opposite guard: the prompt does matter. With `test_parity`: one reference for one policy is one for all that equal it.
+"""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lsverify.compare import Limits, compare
+from lsverify.objective import prepare, preset
+from lsverify.paths import full_score, longstraw, shared_prompts
+from lsverify.problems import ProblemSpec, off_policy
+from lsverify.references import full_reference, stopped_reference, take_gradients
+from lsverify.steps import Step, hold_equal, hold_log_probs
+from lsverify.watch import Watch
+
+# One prompt of B = 19 captured tokens, beyond window and top-k of 8.
+B = 19
+ONE = Step(
+    spec=ProblemSpec(prompt_lengths=(B + 1,), group_sizes=(2,), response_lengths=(4, 1), seed=11),
+    chunk=8,
+)
+# Advantages and denominators that couple all prompts.
+MANY = Step(
+    spec=ProblemSpec(
+        prompt_lengths=(14, 1, 9),
+        group_sizes=(2, 1, 2),
+        response_lengths=(5, 1, 3, 4),
+        seed=12,
+        holes=True,
+    ),
+    objective=preset("dapo", advantage="batch_std", beta=0.04),
+    chunk=4,
+)
+
+
+def gradient(setting, policy="exact", chunk=8, problem=None):
+    """LongStraw's gradient."""
+    take_gradients(setting.model)
+    longstraw(
+        setting.model, problem or setting.problem, setting.objective, policy=policy, chunk=chunk
+    )
+    return take_gradients(setting.model)
+
+
+def distance(expected, actual):
+    return compare(expected, actual, limits=Limits()).rel_l2
+
+
+EQUAL = [
+    ("exact", f"window:{B}", "window:300"),
+    ("detach", "window:0", "tail:1"),
+    *((f"tail:{k}", f"window:{k - 1}") for k in (2, 9, B, B + 1, B + 9)),
+    *(
+        (f"tail:{k}+window:{m}", f"window:{m + k - 1}")
+        for k, m in ((2, 1), (4, 0), (3, 9), (8, 30))
+    ),
+]
+
+
+@pytest.mark.parametrize("specs", EQUAL, ids=" = ".join)
+def test_policies_that_stop_at_the_same_token_are_equal(arch, specs):
+    with ONE.running(arch) as setting:
+        found = [gradient(setting, spec) for spec in specs]
+    for (left, right), (expected, actual) in zip(pairwise(specs), pairwise(found), strict=True):
+        assert hold_equal(expected, actual, f"{arch} {left} = {right}").status == "proven"
+
+
+def test_response_term_and_state_term_sum_to_full(arch):
+    with ONE.running(arch) as setting:
+        step = setting.model, setting.problem, setting.objective
+        full, detach, exact = (
+            full_reference(*step).gradients,
+            gradient(setting, "detach"),
+            gradient(setting, "exact"),
+        )
+        state = stopped_reference(*step, lambda length: length - 1).state
+    by_path = {name: g - detach[name] for name, g in exact.items() if detach[name] is not None}
+    for case, term in (("reference", state), ("sweep", by_path)):
+        whole = {
+            name: g if term.get(name) is None else g + term[name] for name, g in detach.items()
+        }
+        assert hold_equal(full, whole, f"{arch} state term of the {case}").status == "proven"
+    # Neither term alone would do, so the sum has shown something.
+    assert distance(full, detach) > 1e-2
+
+
+@pytest.mark.parametrize("policy", ["exact", "detach"])
+def test_order_of_siblings_is_nothing(arch, policy):
+    with ONE.running(arch) as setting:
+        (group,) = setting.problem.groups
+        turned = replace(setting.problem, groups=(replace(group, responses=group.responses[::-1]),))
+        expected, actual = gradient(setting, policy), gradient(setting, policy, problem=turned)
+    assert hold_equal(expected, actual, f"{arch} {policy}").status == "proven"
+
+
+def part(plan, members):
+    """The plan of some members: the batch's advantages and denominators, frozen."""
+    one_each = {
+        name: tuple(getattr(plan, name)[i] for i in members)
+        for name in ("denominators", "counted", "tokens", "old_logp", "ref_logp")
+    }
+    return replace(plan, advantages=plan.advantages[list(members)], **one_each)
+
+
+def one_by_one(setting, problem, plan, policy):
+    """The sum of LongStraw's gradients over the groups, each run alone under its part of the plan."""
+    total = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for group in range(len(problem.groups)):
+            members = [i for i, its in enumerate(problem.group_of) if its == group]
+            patch.setattr("lsverify.paths.prepare", lambda *_, own=members: part(plan, own))
+            for name, g in gradient(setting, policy, problem=problem.select([group])).items():
+                total[name] = total[name] + g if name in total and g is not None else g
+    return total
+
+
+@pytest.mark.parametrize("policy", ["exact", "detach"])
+def test_batch_is_the_sum_over_prompts_under_the_frozen_plan(arch, policy):
+    with MANY.running(arch) as setting:
+        plan = prepare(setting.objective, setting.problem)
+        whole = gradient(setting, policy)
+        total = one_by_one(setting, setting.problem, plan, policy)
+        alone = [
+            gradient(setting, policy, problem=setting.problem.select([group]))
+            for group in range(len(setting.problem.groups))
+        ]
+    assert hold_equal(whole, total, f"{arch} {policy}").status == "proven"
+    # With plans of their own the prompts do not add up: what is frozen matters.
+    free = {n: None if g is None else sum(each[n] for each in alone) for n, g in whole.items()}
+    assert distance(whole, free) > 1e-2
+
+
+@pytest.mark.parametrize("policy", ["exact", "detach"])
+def test_equal_prompts_share_one_capture_and_change_nothing(arch, policy):
+    with MANY.running(arch) as setting:
+        first, *_, last = setting.problem.groups
+        groups = (first, replace(last, prompt=first.prompt.clone()))
+        shared = replace(setting.problem, groups=groups)
+        current = full_score(setting.model, shared)
+        shared = off_policy(shared, current, setting.objective, seed=13)
+        with Watch(setting.model) as watch:
+            actual = gradient(setting, policy, problem=shared)
+        plan = prepare(setting.objective, shared)
+        expected = one_by_one(setting, shared, plan, policy)
+        full = full_reference(setting.model, shared, setting.objective).gradients
+    assert hold_equal(expected, actual, f"{arch} {policy}").status == "proven"
+    if policy == "exact":
+        assert hold_equal(full, actual, f"{arch} {policy}").status == "proven"
+    assert len(list(shared_prompts(shared))) == 1
+    boundary, replayed = len(first.prompt) - 1, sum(shared.response_lengths)
+    swept = boundary if policy == "exact" else 0
+    assert (watch.tokens().no_grad, watch.tokens().grad) == (boundary, replayed + swept)
+
+
+ZERO = {
+    **dict.fromkeys(("dr_grpo", "dapo", "bnpo", "cispo", "gspo", "rloo"), ("exact",)),
+    "grpo": ("exact", "detach", "window:3", "tail:3"),
+}
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_equal_rewards_give_exactly_zero(arch, name):
+    spec = ProblemSpec(
+        prompt_lengths=(9, 4), group_sizes=(2, 3), response_lengths=(2, 1), seed=14, rewards="equal"
+    )
+    with Step(spec=spec, objective=preset(name, beta=0.0)).running(arch) as setting:
+        full = full_reference(setting.model, setting.problem, setting.objective).gradients
+        for policy in ZERO[name]:
+            found = compare(full, gradient(setting, policy), limits=Limits())
+            assert found.status == "proven_zero", policy
+
+
+def test_masked_slots_are_not_read(arch):
+    with MANY.running(arch) as setting:
+        wild = setting.problem.replace_logps(
+            old=[spoilt(each.old_logp, each.mask) for each in setting.problem.responses],
+            ref=[spoilt(each.ref_logp, each.mask) for each in setting.problem.responses],
+        )
+        assert wild.content_hash() != setting.problem.content_hash()
+        expected, actual = gradient(setting), gradient(setting, problem=wild)
+    for name, g in expected.items():
+        assert (g is None and actual[name] is None) or torch.equal(g, actual[name]), name
+
+
+def spoilt(logp, mask):
+    return torch.where(mask, logp, float("nan"))
+
+
+def test_masked_tokens_matter_only_to_later_ones(arch):
+    with ONE.running(arch) as setting:
+        (group,) = setting.problem.groups
+        longest = max(range(len(group)), key=lambda i: len(group.responses[i]))
+
+        def problem(masked, changed):
+            response = group.responses[longest]
+            mask, tokens = response.mask.clone(), response.tokens.clone()
+            mask[masked] = False
+            tokens[changed] = (tokens[changed] + 1) % 97
+            responses = list(group.responses)
+            responses[longest] = replace(response, mask=mask, tokens=tokens)
+            return replace(setting.problem, groups=(replace(group, responses=tuple(responses)),))
+
+        hole, end = slice(1, 2), slice(2, None)
+        found = {
+            name: [gradient(setting, problem=problem(part, changed)) for changed in ([], part)]
+            for name, part in (("hole", hole), ("end", end))
+        }
+    assert hold_equal(*found["end"], f"{arch} masked end").status == "proven"
+    # A token in a hole is not counted, but it is read by those after it.
+    assert distance(*found["hole"]) > 1e-3
+
+
+CHUNKS = {
+    "exact": (1, 3, 8, B - 1, B),
+    "window:7": (1, 8),
+    "tail:3+window:6": (5, 8),
+    "detach": (1, 8),
+}
+
+
+@pytest.mark.parametrize("policy", CHUNKS)
+def test_chunk_size_changes_nothing(arch, policy):
+    with ONE.running(arch) as setting:
+        whole = gradient(setting, policy, chunk=512)
+        for chunk in CHUNKS[policy]:
+            found = gradient(setting, policy, chunk=chunk)
+            assert hold_equal(whole, found, f"{arch} {policy} chunk {chunk}").status == "proven"
+
+
+def test_policies_coincide_on_one_token_prompts(arch):
+    spec = ProblemSpec(prompt_lengths=(1, 1), group_sizes=(3, 2), response_lengths=(3, 1), seed=15)
+    with Step(spec=spec).running(arch) as setting:
+        full = full_reference(setting.model, setting.problem, setting.objective).gradients
+        for policy in ("exact", "detach", "window:0", "window:5", "tail:1", "tail:6+window:2"):
+            same = hold_equal(full, gradient(setting, policy), f"{arch} {policy}")
+            assert same.status == "proven"
+
+
+@pytest.mark.parametrize("policy", ["exact", "detach"])
+def test_every_prompt_token_matters(arch, policy):
+    # Four layers of an eight-token window see 28 tokens back.
+    with ONE.running(arch) as setting:
+        (group,) = setting.problem.groups
+        before = longstraw(setting.model, setting.problem, setting.objective, policy=policy)
+        expected = take_gradients(setting.model)
+        for place in (0, B // 2, B - 1, B):
+            prompt = group.prompt.clone()
+            prompt[place] = (prompt[place] + 1) % 97
+            other = replace(setting.problem, groups=(replace(group, prompt=prompt),))
+            after = longstraw(setting.model, other, setting.objective, policy=policy)
+            assert distance(expected, take_gradients(setting.model)) > 1e-3, place
+            with pytest.raises(AssertionError, match="log-probs differ"):
+                hold_log_probs(before.log_probs, after.log_probs, arch)

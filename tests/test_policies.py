@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import pytest
+
+from lsverify.errors import InputError
+from lsverify.policies import ALLOWED, Policy, parse_policy
+
+LENGTHS = (1, 2, 5, 40)
+
+
+@pytest.mark.parametrize(
+    ("spec", "tail", "window"),
+    [
+        ("exact", 1, None),
+        ("detach", 1, 0),
+        ("window:0", 1, 0),
+        ("window:64", 1, 64),
+        ("tail:1", 1, 0),
+        ("tail:3", 3, 0),
+        ("tail:3+window:2", 3, 2),
+        ("window:2+tail:3", 3, 2),
+        ("window:007", 1, 7),
+    ],
+)
+def test_the_grammar(spec, tail, window):
+    assert parse_policy(spec) == Policy(spec, tail=tail, window=window)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        " ",
+        "Exact",
+        "exact ",
+        "full",
+        "exact+window:3",
+        "detach+tail:2",
+        "window",
+        "window:",
+        "window:-1",
+        "window:+1",
+        "window:1.5",
+        "window:x",
+        "window: 3",
+        "window:3\n",
+        "window:3+",
+        "+window:3",
+        "window:3+window:3",
+        "tail:2+tail:3",
+        "tail:2,window:3",
+        "tail:2+window:3+tail:2",
+        "tail",
+        "head:3",
+        "layers:all",
+        "stale:2",
+        "roulette:0.5",
+        "window:" + 5000 * "9",
+        "window:\u0663",
+    ],
+)
+def test_a_malformed_policy_gets_one_line_that_names_it_and_the_allowed_forms(spec):
+    with pytest.raises(InputError) as caught:
+        parse_policy(spec)
+    message = str(caught.value)
+    assert message == f"policy {spec!r} is not known: use {ALLOWED}"
+    assert "\n" not in message
+    for form in ("exact", "detach", "window:M", "tail:K", "tail:K+window:M"):
+        assert form in ALLOWED
+
+
+@pytest.mark.parametrize("spec", ["tail:0", "tail:0+window:3", "tail:000"])
+def test_a_live_tail_of_no_token_is_refused(spec):
+    with pytest.raises(InputError, match=r"needs at least 1 token, use tail:1 or more"):
+        parse_policy(spec)
+
+
+def same(one, other):
+    """Equal in what a sweep does, up to where the live tail begins."""
+    return all(parse_policy(one).stop(p) == parse_policy(other).stop(p) for p in LENGTHS)
+
+
+def test_identities():
+    assert same("window:0", "detach")
+    assert same("detach", "tail:1")
+    for k in (1, 2, 3, 7):
+        assert same(f"tail:{k}", f"window:{k - 1}")
+        for m in (0, 1, 4, 39):
+            assert same(f"tail:{k}+window:{m}", f"window:{m + k - 1}")
+    for p in LENGTHS:
+        exact, widest = parse_policy("exact"), parse_policy(f"window:{p - 1}")
+        assert exact.stop(p) == widest.stop(p) == 0
+        assert exact.boundary(p) == widest.boundary(p)
+
+
+def test_different_policies_stop_at_different_places():
+    assert not same("window:1", "detach")
+    assert not same("tail:2", "tail:3")
+    assert not same("exact", "window:38")
+    assert same("exact", "window:39")
+
+
+def test_a_policy_beyond_the_prompt_is_clamped_to_it():
+    for spec, boundary, stop in (("tail:9", 0, 0), ("window:9", 4, 0), ("tail:3+window:9", 2, 0)):
+        policy = parse_policy(spec)
+        assert policy.clamped(5)
+        assert (policy.boundary(5), policy.stop(5)) == (boundary, stop)
+
+
+@pytest.mark.parametrize(
+    ("spec", "fits", "clamped"),
+    [("tail:5", 5, 4), ("window:4", 5, 4), ("tail:2+window:3", 5, 4), ("window:1", 2, 1)],
+)
+def test_a_policy_that_just_fits_is_not_clamped(spec, fits, clamped):
+    policy = parse_policy(spec)
+    assert not policy.clamped(fits)
+    assert policy.stop(fits) == 0
+    assert policy.clamped(clamped)
+
+
+def test_exact_and_detach_fit_every_prompt():
+    for spec in ("exact", "detach"):
+        assert not any(parse_policy(spec).clamped(p) for p in LENGTHS)
+
+
+def test_a_one_token_prompt_makes_all_policies_equal():
+    for spec in ("exact", "detach", "window:3", "tail:4", "tail:2+window:2"):
+        assert (parse_policy(spec).boundary(1), parse_policy(spec).stop(1)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sweeps", "reference"),
+    [
+        ("exact", True, "full"),
+        ("detach", False, "stopped at B"),
+        ("window:0", False, "stopped at B"),
+        ("window:5", True, "stopped at B-5"),
+        ("tail:1", False, "stopped at B"),
+        ("tail:4", False, "stopped at B-3"),
+        ("tail:4+window:2", True, "stopped at B-5"),
+    ],
+)
+def test_what_a_policy_claims(spec, sweeps, reference):
+    policy = parse_policy(spec)
+    assert (policy.sweeps, policy.reference) == (sweeps, reference)
+
+
+def test_a_policy_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        parse_policy("exact").window = 3

@@ -1,0 +1,91 @@
+"""Every command of the README runs; those that judge big cases run on small ones, with the sizes appended."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lsverify.cli import run
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SMALL = "--prompt-length 9 --group-size 2 --response-length 3,1".split()
+# What a command costs at its own size, and what is appended to it here. The last value of an option counts.
+APPENDED = {
+    "gate": SMALL,
+    "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
+}
+EXIT_CODES = {"--reference full": 1}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    inline = re.findall(r"`(lsverify [^`]*)`", README)
+    found = [line for line in lines if line] + inline
+    return list(dict.fromkeys(found))
+
+
+def of_program(program: str) -> list[str]:
+    return [command for command in commands() if command.split()[0] == program]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the README's own candidate in it, where commands run one after the other."""
+    path = tmp_path_factory.mktemp("reader")
+    (candidate,) = re.findall(r"```python\n(# my_path.py\n.*?)```", README, flags=re.DOTALL)
+    (path / "my_path.py").write_text(candidate)
+    return path
+
+
+def test_commands_are_of_known_programs():
+    assert {command.split()[0] for command in commands()} == {"bash", "lsverify", "pytest", "source"}
+
+
+@pytest.mark.xdist_group("readme")
+@pytest.mark.parametrize("command", of_program("lsverify"))
+def test_lsverify_command_runs(command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    arguments = shlex.split(command)[1:]
+    expected = next((code for part, code in EXIT_CODES.items() if part in command), 0)
+    if len(arguments) == 1 and arguments[0] in ("gate", "bench", "repeat", "table"):
+        arguments.append("--help")  # named in running text, not meant to be typed like this
+    elif arguments[0] in APPENDED:
+        arguments += APPENDED[arguments[0]]
+    assert run(arguments) == expected, capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", of_program("bash"))
+def test_script_is_there_and_parses(command):
+    script = ROOT / command.split()[1]
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", of_program("pytest"))
+def test_pytest_command_runs(command):
+    arguments = [*shlex.split(command)[1:], "-q", "-k", "gradient and test_gradient", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert links
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert not missing
+
+
+def test_options_in_tables_exist():
+    policies = re.findall(r"^\| `([a-z:+A-Z]+)` \|", README, flags=re.MULTILINE)
+    from lsverify.policies import parse_policy
+
+    specs = [p.replace("M", "3").replace("K", "2") for p in policies if p in ("exact", "detach") or ":" in p]
+    assert len(specs) == 5
+    assert all(parse_policy(spec) for spec in specs)
