@@ -51,6 +51,13 @@ class Options:
         """One case per architecture and policy. Raises `InputError`, one line, for a value that is not allowed."""
         return list(self._cases())
 
+    def checked(self) -> list[CaseConfig]:
+        """The cases, each once, after importing the candidate. Raises `InputError` as `cases` and `load_candidate` do."""
+        cases = list(dict.fromkeys(self._cases()))
+        if self.candidate is not None:
+            load_candidate(self.candidate)
+        return cases
+
     def _cases(self) -> Iterator[CaseConfig]:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("reference", self.reference, REFERENCES)
@@ -94,7 +101,7 @@ class Options:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])).replace("_", " ")
             raise InputError(f"{name} {first['input']!r} is not allowed: {first['msg']}") from None
-        asked_for, members = asked["response_lengths"] or (), sum(group_sizes(case))
+        asked_for, members = _lengths(self.response_length) or (), sum(group_sizes(case))
         if len(asked_for) > members:
             raise InputError(
                 f"response length {self.response_length!r} names {len(asked_for)} lengths for {members} responses "
@@ -123,7 +130,7 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
         raise InputError(
             f"response length {text!r} is not allowed: use one length or several as N,N,.. with each 1 or more"
         )

@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.exceptions import Abort, TyperException
+from typer.exceptions import TyperException
 
 from lsverify.errors import InputError
+
+# Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
+INTERRUPTED = 130
+CLOSED_PIPE = 1
 
 app = typer.Typer(
     name="lsverify",
@@ -121,9 +125,6 @@ def _gate(
     from lsverify.gate import run_gate
 
     tracking.check_mode(wandb)
-    options.cases()
-    if out is not None:
-        evidence.check_folder(out)
     notes = report.wide_console(stderr=True)
 
     def progress(case: str, rung: evidence.Rung) -> None:
@@ -132,6 +133,9 @@ def _gate(
 
     # What a candidate prints when it is imported is not part of what this command prints.
     with redirect_stdout(sys.stderr):
+        options.checked()
+        if out is not None:
+            evidence.check_folder(out)
         cases = run_gate(options, junit=junit, progress=progress)
     receipt = evidence.Receipt(
         environment=evidence.environment(), command=command, cases=tuple(cases)
@@ -265,17 +269,26 @@ def run(arguments: list[str]) -> int:
     except InputError as error:
         return _refuse(str(error))
     except TyperException as error:
-        if not arguments:
-            return 2  # the help text has been printed
-        tell = getattr(error, "format_message", error.__str__)
-        return _refuse(f"{tell()} (lsverify --help lists what there is)")
-    except (Abort, KeyboardInterrupt):
+        told = getattr(error, "format_message", error.__str__)()
+        if not arguments:  # what is told is the help text
+            typer.echo(told)
+            return 2
+        return _refuse(f"{told} (lsverify --help lists what there is)")
+    except SystemExit as error:
+        if error.code == CLOSED_PIPE:
+            return CLOSED_PIPE
+        return _fault()
+    except BaseException:  # nothing but a verdict may end as a success
+        return _fault()
+    if result == INTERRUPTED:
         return _refuse("interrupted; nothing half written is left behind")
-    except BaseException:  # SystemExit too: nothing but a verdict may end as a success
-        traceback.print_exc()
-        typer.echo("lsverify: this is a fault of lsverify itself; please report it", err=True)
-        return 3
     return result if isinstance(result, int) else 0
+
+
+def _fault() -> int:
+    traceback.print_exc()
+    typer.echo("lsverify: this is a fault of lsverify itself; please report it", err=True)
+    return 3
 
 
 def _refuse(line: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lsverify.cases import Options, load_candidate
+from lsverify.cases import Options
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Rung
 from lsverify.pytest_plugin import JUDGED, TROUBLE, Evidence, as_arguments, case_id
@@ -41,9 +41,7 @@ def run_gate(
     before anything runs where it can be seen from the options alone, and KeyboardInterrupt when interrupted; any
     other exception is a fault of lsverify itself.
     """
-    cases = list(dict.fromkeys(options.cases()))
-    if options.candidate is not None:
-        load_candidate(options.candidate)
+    cases = options.checked()
     listener = _Listener(progress)
     with _written_whole(junit) as report, _only_our_plugin():
         code = pytest.main([*_arguments(options), *report], plugins=[listener])

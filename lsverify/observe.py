@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,10 +116,9 @@ def checked(result: Any) -> StepResult | None:
         return None
     if not isinstance(result, StepResult):
         raise TypeError(f"it returned a {type(result).__name__}: return a StepResult or None")
-    rows = result.log_probs
+    rows, loss = result.log_probs, cast(Any, result.loss)
     fields = {
-        "loss": isinstance(result.loss, int | float)
-        or (isinstance(result.loss, Tensor) and result.loss.numel() == 1),
+        "loss": isinstance(loss, int | float) or (isinstance(loss, Tensor) and loss.numel() == 1),
         "log_probs": rows is None
         or (isinstance(rows, tuple | list) and all(isinstance(row, Tensor) for row in rows)),
         "reference": isinstance(result.reference, str | None),
@@ -132,7 +131,8 @@ def checked(result: Any) -> StepResult | None:
             value = getattr(result, name)
             raise TypeError(f"StepResult.{name} is a {type(value).__name__}: see its docstring")
     kept = None if rows is None else tuple(row.detach().clone() for row in rows)
-    return replace(result, loss=float(result.loss), log_probs=kept)
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
+    return replace(result, loss=float(loss), log_probs=kept)
 
 
 @contextmanager

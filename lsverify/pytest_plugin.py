@@ -158,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
-        case = getattr(getattr(item, "callspec", None), "params", {}).get("evidence")
+        case: Any = getattr(getattr(item, "callspec", None), "params", {}).get("evidence")
         # Of another project's own `evidence`, nothing is known; importing the class for it would cost.
         if type(case).__module__ == "lsverify.evidence":
             item.add_marker(pytest.mark.xdist_group(case_id(case)))

@@ -43,10 +43,13 @@ def register_profiles() -> str:
     quick and ci are derandomised: the same examples on every machine. deep draws anew each time, searches for the
     largest error, and remembers failures in .hypothesis.
     """
+    # Hypothesis loads a profile of its own where it sees a CI: ours must not inherit from it, nor from one another.
+    parent = settings.get_profile("default")
     fixed = (Phase.explicit, Phase.generate, Phase.shrink)
     for name, examples in (("quick", 2), ("ci", 4)):
         settings.register_profile(
             f"lsverify-{name}",
+            parent,
             max_examples=examples,
             derandomize=True,
             database=None,
@@ -55,7 +58,8 @@ def register_profiles() -> str:
         )
     settings.register_profile(
         "lsverify-deep",
-        max_examples=100,
+        parent,
+        max_examples=40,
         deadline=None,
         print_blob=True,
     )

@@ -38,7 +38,7 @@ UNEVEN = Step(
         seed=5,
         holes=True,
     ),
-    objective=preset("dapo", advantage="batch_std"),
+    objective=preset("dapo", advantage="batch_std", beta=0.04),
 )
 SMALL = Step(
     spec=ProblemSpec(prompt_lengths=(14, 11), group_sizes=(2,), response_lengths=(3, 1, 4), seed=6),

@@ -2,10 +2,14 @@
 
 import functools
 
-from lsverify import evidence
+from lsverify import evidence, ladder
 from lsverify.cases import QUICK
 from lsverify.evidence import CaseConfig, CaseReceipt, Distance, Parameter, Receipt, Rung
 from lsverify.ladder import judge
+
+
+# Every setting that a test asks for is built once: the models are tiny.
+ladder._referee = functools.cache(ladder._referee.__wrapped__)
 
 
 @functools.cache

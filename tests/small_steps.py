@@ -32,5 +32,7 @@ def distance(actual, expected):
     """Relative L2 over all parameters; both must reach the same ones."""
     reached = {name for name, g in expected.items() if g is not None}
     assert {name for name, g in actual.items() if g is not None} == reached
-    a, e = (torch.cat([side[name].flatten() for name in sorted(reached)]) for side in (actual, expected))
+    a, e = (
+        torch.cat([side[name].flatten() for name in sorted(reached)]) for side in (actual, expected)
+    )
     return float((a - e).norm() / e.norm())

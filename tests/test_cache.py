@@ -107,7 +107,9 @@ def test_a_decode_kernel_writes_in_place_and_only_fresh_reads_keep_it_from_the_s
         layer.conv_states = dict(layer.conv_states)
     with torch.no_grad():
         continue_from(model, tokens(1), polluted, 6, keep=1)
-    changed = {path for path, tensor in snapshot(cache).items() if not torch.equal(tensor, before[path])}
+    changed = {
+        path for path, tensor in snapshot(cache).items() if not torch.equal(tensor, before[path])
+    }
     assert changed == {f"layers.{layer}.conv_states.0" for layer in range(3)}
 
 
@@ -118,7 +120,9 @@ def test_the_librarys_own_linear_attention_pollutes_the_snapshot(oracle, count):
         continue_from(model, tokens(6), cache, 0, keep=1)
         before = snapshot(cache)
         continue_from(model, tokens(count), map_state(cache, identity), 6, keep=1)
-    changed = {path for path, tensor in snapshot(cache).items() if not torch.equal(tensor, before[path])}
+    changed = {
+        path for path, tensor in snapshot(cache).items() if not torch.equal(tensor, before[path])
+    }
     kinds = ("conv_states", "recurrent_states")
     assert changed == {f"layers.{layer}.{kind}.0" for layer in range(3) for kind in kinds}
 
@@ -275,7 +279,9 @@ def test_a_state_that_merely_grew_is_kept_by_its_length():
         pytest.param(torch.ones(2, 2), torch.ones(3, 3), id="grown along two axes"),
         pytest.param(torch.ones(2, 2), torch.ones(2, 1), id="shrunk"),
         pytest.param(torch.ones(2, 2), torch.zeros(2, 3), id="changed while it grew"),
-        pytest.param(torch.full((2, 2), torch.nan), torch.full((2, 3), torch.nan), id="not a number"),
+        pytest.param(
+            torch.full((2, 2), torch.nan), torch.full((2, 3), torch.nan), id="not a number"
+        ),
     ],
 )
 def test_any_other_state_is_kept_itself(earlier, later):

@@ -119,7 +119,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(InputError, match="No space left on device.*choose another --out"):
+    with pytest.raises(InputError, match=r"No space left on device.*choose another --out"):
         evidence.save(receipt_of(), path)
     assert path.read_text() == before
     assert [p.name for p in tmp_path.iterdir()] == ["receipt.json"]
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(InputError, match="cannot be written to .*: choose another folder"):
+        with pytest.raises(InputError, match=r"cannot be written to .*: choose another folder"):
             evidence.check_folder(folder)
 
 

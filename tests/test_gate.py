@@ -46,7 +46,9 @@ def test_real_text_is_asked_for_less_by_default():
     case = Options(archs=(SMOLLM2,)).cases()[0]
     assert (case.require, case.chunk, len(case.response_lengths)) == ("gradient", 256, 4)
     assert group_sizes(case) == (4,)
-    assert Options(archs=(SMOLLM2,), require="optimizer_delta").cases()[0].require == "optimizer_delta"
+    assert (
+        Options(archs=(SMOLLM2,), require="optimizer_delta").cases()[0].require == "optimizer_delta"
+    )
 
 
 def test_a_folder_is_an_architecture(tmp_path):

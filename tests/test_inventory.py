@@ -41,7 +41,9 @@ def test_keys_grow_with_the_prompt_and_windows_do_not():
 
 
 def test_a_prompt_of_one_token_leaves_nothing_behind():
-    assert sum(prod(row["shape"]) for row in rows_of("llama", prompt_length=1, dtype="float32")) == 0
+    assert (
+        sum(prod(row["shape"]) for row in rows_of("llama", prompt_length=1, dtype="float32")) == 0
+    )
 
 
 def test_bytes_follow_the_dtype():
@@ -61,7 +63,18 @@ def test_the_table_shows_rows_and_sums(capsys):
 
 
 def test_a_tensor_of_the_whole_model_has_no_layer(capsys):
-    show([{"layer": None, "kind": "other", "name": "n", "shape": (2, 3), "dtype": "float32", "bytes": 24}])
+    show(
+        [
+            {
+                "layer": None,
+                "kind": "other",
+                "name": "n",
+                "shape": (2, 3),
+                "dtype": "float32",
+                "bytes": 24,
+            }
+        ]
+    )
     assert "2 x 3" in capsys.readouterr().out
 
 

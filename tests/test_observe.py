@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lsverify import NotShareable, StalePromptState, StepResult, Update, full_autograd, ladder, preset
+from lsverify import (
+    NotShareable,
+    StalePromptState,
+    StepResult,
+    Update,
+    full_autograd,
+    ladder,
+    preset,
+)
 from lsverify.cases import QUICK
 from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig
@@ -119,7 +127,6 @@ def test_restore_leaves_unnamed_tensors_alone(step):
 @pytest.mark.parametrize(
     "result",
     [
-        None,
         StepResult(loss=0.5),
         StepResult(loss=1),
         StepResult(loss=torch.tensor([0.5]), log_probs=[torch.zeros(2)], reference="detach"),
@@ -127,7 +134,24 @@ def test_restore_leaves_unnamed_tensors_alone(step):
     ],
 )
 def test_results_of_the_documented_form_are_taken(result):
-    assert checked(result) is result
+    kept = checked(result)
+    assert kept.loss == float(result.loss)
+    assert kept.loss.__class__ is float
+    for name in ("reference", "objective", "update", "over_ranks"):
+        assert getattr(kept, name) == getattr(result, name)
+
+
+def test_no_result_is_a_result():
+    assert checked(None) is None
+
+
+def test_what_is_kept_of_a_result_is_out_of_the_paths_reach():
+    loss, rows = torch.tensor(0.5, requires_grad=True), [torch.zeros(2), torch.zeros(1)]
+    kept = checked(StepResult(loss=loss, log_probs=rows))
+    rows[0] += 1
+    rows.pop()
+    assert kept.loss == 0.5
+    assert [row.tolist() for row in kept.log_probs] == [[0, 0], [0]]
 
 
 @pytest.mark.parametrize(

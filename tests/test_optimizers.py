@@ -81,7 +81,10 @@ def test_no_gradient_at_all_moves_nothing():
 
 def test_clipping_uses_the_norm_of_all_gradients_together():
     before = {"a": torch.zeros(1, dtype=torch.float64), "b": torch.zeros(1, dtype=torch.float64)}
-    step = {"a": torch.tensor([3.0], dtype=torch.float64), "b": torch.tensor([4.0], dtype=torch.float64)}
+    step = {
+        "a": torch.tensor([3.0], dtype=torch.float64),
+        "b": torch.tensor([4.0], dtype=torch.float64),
+    }
     after = ClosedForm(Update(kind="sgd", lr=1.0, max_grad_norm=1.0)).step(before, step)
     scale = 1.0 / (5.0 + 1e-6)
     assert after["a"].item() == pytest.approx(-3 * scale, rel=1e-15)

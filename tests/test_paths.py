@@ -62,7 +62,7 @@ def rows_equal(actual, expected, limit=1e-12):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("chunk", [1, 4, 512])
+@pytest.mark.parametrize("chunk", [1, 5])
 def test_exact_is_the_full_gradient_at_any_chunk(oracle, arch, chunk):
     model = oracle(arch)
     problem = problem_for(model, **UNEVEN)
@@ -70,8 +70,18 @@ def test_exact_is_the_full_gradient_at_any_chunk(oracle, arch, chunk):
     assert distance(gradients(longstraw, model, problem, chunk=chunk), expected) <= 1e-12
 
 
-@pytest.mark.parametrize("arch", ["mistral", "qwen3_5", "glm_moe_dsa"])
-@pytest.mark.parametrize("policy", ["detach", "window:2", "tail:3", "tail:2+window:2", "tail:9"])
+@pytest.mark.parametrize(
+    ("arch", "policy"),
+    [
+        ("llama", "detach"),
+        ("mistral", "tail:3"),
+        ("mistral", "window:2"),
+        ("qwen3_5", "detach"),
+        ("qwen3_5", "tail:2+window:2"),
+        ("qwen3_5", "tail:9"),
+        ("glm_moe_dsa", "window:3"),
+    ],
+)
 def test_each_policy_is_the_gradient_that_it_claims_and_not_the_full_one(oracle, arch, policy):
     model = oracle(arch)
     problem = problem_for(model, **UNEVEN)
@@ -217,7 +227,10 @@ def test_a_chunk_without_tokens_is_refused(oracle, chunk):
 
 def test_a_malformed_policy_is_refused_before_any_pass(oracle):
     model, problem = oracle("llama"), problem_for(oracle("llama"))
-    for path in (lambda: longstraw(model, problem, GRPO, policy="half"), lambda: score(model, problem, policy="half")):
+    for path in (
+        lambda: longstraw(model, problem, GRPO, policy="half"),
+        lambda: score(model, problem, policy="half"),
+    ):
         with Watch(model) as watch, pytest.raises(InputError, match="policy 'half' is not known"):
             path()
         assert watch.events == []
@@ -376,14 +389,13 @@ def test_a_sweep_without_cotangents_runs_nothing(oracle):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("policy", ["detach", "tail:4", parse_policy("tail:20")])
+@pytest.mark.parametrize("policy", ["detach", parse_policy("tail:20")])
 def test_scores_over_a_shared_prompt_are_those_of_whole_passes(oracle, arch, policy):
     model = oracle(arch)
     problem = problem_for(model, **UNEVEN)
-    for temperature in (1.0, 0.7):
-        shared = score(model, problem, temperature=temperature, policy=policy, chunk=3)
-        assert rows_equal(shared, full_score(model, problem, temperature=temperature))
-        assert not any(row.requires_grad for row in shared)
+    shared = score(model, problem, temperature=0.7, policy=policy, chunk=3)
+    assert rows_equal(shared, full_score(model, problem, temperature=0.7))
+    assert not any(row.requires_grad for row in shared)
 
 
 def test_scores_tell_temperatures_apart(oracle):

@@ -225,7 +225,9 @@ def test_a_step_in_a_native_precision_is_near_the_full_gradient(dtype):
 def test_an_unknown_precision_is_refused_before_anything_changes(oracle, name):
     model = nn.Linear(1, 1)
     for use in (lambda: weight_dtype(name), lambda: computing(model, name).__enter__()):
-        with pytest.raises(InputError, match="use one of float64, float32, bfloat16, bfloat16-auto"):
+        with pytest.raises(
+            InputError, match="use one of float64, float32, bfloat16, bfloat16-auto"
+        ):
             use()
     assert "forward" not in vars(model)
 

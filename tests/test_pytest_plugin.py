@@ -23,7 +23,9 @@ def project(pytester, monkeypatch):
     """A user's project with our plugin loaded, and nothing judged in earnest; runs pytest there."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setattr(ladder, "judge", lambda config: judged(policy="detach", reference=config.reference))
+    monkeypatch.setattr(
+        ladder, "judge", lambda config: judged(policy="detach", reference=config.reference)
+    )
     pytester.makeini("[pytest]\n")
 
     def run(*arguments):
@@ -58,7 +60,9 @@ def test_a_case_is_judged_once_for_all_tests(project, pytester, monkeypatch):
         return judged(policy="exact")
 
     monkeypatch.setattr(ladder, "judge", judge)
-    pytester.makepyfile(SUITE + SUITE.replace("test_rung", "test_again").replace("gradient", "forward"))
+    pytester.makepyfile(
+        SUITE + SUITE.replace("test_rung", "test_again").replace("gradient", "forward")
+    )
     project("--lsv-arch=llama", "--lsv-policy=exact").assert_outcomes(passed=2)
     assert len(calls) == 1
 
@@ -73,7 +77,9 @@ def test_a_rung_above_what_is_required_is_let_be(project, pytester, monkeypatch)
 
 def test_a_rung_that_is_missing_fails(project, pytester, monkeypatch):
     case = judged(policy="exact")
-    monkeypatch.setattr(ladder, "judge", lambda c: case.model_copy(update={"rungs": case.rungs[:2]}))
+    monkeypatch.setattr(
+        ladder, "judge", lambda c: case.model_copy(update={"rungs": case.rungs[:2]})
+    )
     pytester.makepyfile(SUITE)
     ran = project("--lsv-arch=llama", "--lsv-policy=exact")
     ran.assert_outcomes(failed=1)
@@ -96,7 +102,7 @@ def test_bad_options_end_the_run_in_one_line(project, pytester, option, told):
     lines = [line for line in ran.stdout.lines + ran.stderr.lines if told in line]
     assert len(lines) == 1
     assert lines[0].startswith(f"lsverify: {told}")
-    assert not any(line.startswith("E ") or ".py:" in line for line in ran.stdout.lines[:15])
+    assert "lsverify/pytest_plugin.py" not in ran.stdout.str()
 
 
 @pytest.mark.parametrize(("error", "code"), [(InputError("mend it"), 2), (ZeroDivisionError(), 3)])
@@ -218,7 +224,15 @@ def test_loading_the_plugin_costs_a_project_nothing():
 
 
 def test_the_suites_run_with_plain_pytest(tmp_path):
-    command = [sys.executable, "-m", "pytest", "-p", "lsverify.pytest_plugin", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "lsverify.pytest_plugin",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += ["suites/test_gradient.py", "suites/test_forward.py", "-q"]
     command += ["--lsv-arch=llama", "--lsv-quick"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}

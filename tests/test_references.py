@@ -77,8 +77,10 @@ def test_the_full_reference_does_not_add_to_what_is_there(oracle):
 # Response term and state term --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(
+    ("arch", "count"),
+    [("llama", 1), ("mistral", 1), ("mistral", 4), ("qwen3_5", 3), ("glm_moe_dsa", 4)],
+)
 def test_response_term_and_state_term_sum_to_the_full_gradient(oracle, arch, count):
     model = oracle(arch)
     problem = problem_for(model, **UNEVEN)
@@ -150,7 +152,9 @@ def test_scores_that_the_problem_lacks_are_handed_in(oracle):
 
 def test_a_parameter_that_only_one_term_reaches_is_in_the_sum():
     one, two = torch.ones(1), torch.full((1,), 2.0)
-    response = Reference(gradients={"a": one, "b": None, "c": two, "d": None}, loss=0.0, log_probs=())
+    response = Reference(
+        gradients={"a": one, "b": None, "c": two, "d": None}, loss=0.0, log_probs=()
+    )
     total = Stopped(response=response, state={"a": two, "b": one, "c": None, "d": None}).total()
     assert {name: None if g is None else g.item() for name, g in total.items()} == {
         "a": 3.0,

@@ -34,7 +34,9 @@ def test_a_case_without_gradients_has_dashes():
     cells = dict(zip(report.HEADERS, report.row(judged(candidate="raises")), strict=True))
     assert cells["policy"] == "candidates:raises"
     assert cells["execution"] == "error"
-    assert [cells[name] for name in ("rel L2", "worst parameter", "bias rel L2", "cosine")] == ["-"] * 4
+    assert [cells[name] for name in ("rel L2", "worst parameter", "bias rel L2", "cosine")] == [
+        "-"
+    ] * 4
     assert cells["ours / paper"] == "FAIL / -"
 
 
@@ -67,7 +69,9 @@ def test_numbers_are_short(value, text):
 
 
 def test_names_lose_what_all_of_them_share():
-    assert report.short("base_model.model.model.layers.3.mlp.up_proj.weight") == "3.mlp.up_proj.weight"
+    assert (
+        report.short("base_model.model.model.layers.3.mlp.up_proj.weight") == "3.mlp.up_proj.weight"
+    )
     assert report.short(None) == "-"
 
 

@@ -102,8 +102,7 @@ def test_an_update_that_is_declared_may_move_parameters_and_nothing_else(judge):
 
 
 def test_decisions_that_change_between_passes_are_refused(judge, chooser):
-    judge, path, run = chooser
-    run = replace(run, result=run.result)
+    judge, _, run = chooser
     first = next(iter(run.trace.choices))
     run.trace.unstable.append(first)
     try:
@@ -170,9 +169,7 @@ def test_a_clip_side_that_differs_is_told(judge):
     run = record(judge, full_autograd)
     held, rows = claim(judge, run), run.trace.log_probs
     assert list(_clip_sides(held, rows, judge)) == []
-    told = [
-        line for by in (-5, 5) for line in _clip_sides(held, [row + by for row in rows], judge)
-    ]
+    told = [line for by in (-5, 5) for line in _clip_sides(held, [row + by for row in rows], judge)]
     assert any(line.startswith("clip side differs at response 0 token ") for line in told)
 
 
@@ -240,7 +237,9 @@ def test_a_flip_inside_its_margin_does_not_excuse_other_values(chooser):
             return full_autograd(model, problem, objective)
 
     try:
-        found = forward(claim(judge, run), run, judge, lambda forced: record(judge, other, forced=forced))
+        found = forward(
+            claim(judge, run), run, judge, lambda forced: record(judge, other, forced=forced)
+        )
     finally:
         undo()
     assert found.status == "failed"

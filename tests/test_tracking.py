@@ -72,9 +72,7 @@ def test_scalars_are_logged_per_case_at_full_precision(logged):
     _, _, found = logged
     history = [r.history for r in found if r.WhichOneof("record_type") == "history"]
     assert len(history) == 1
-    scalars = {
-        "/".join(item.nested_key) or item.key: item.value_json for item in history[0].item
-    }
+    scalars = {"/".join(item.nested_key) or item.key: item.value_json for item in history[0].item}
     assert json.loads(scalars["llama/exact/reached"]) == 0
     assert json.loads(scalars["llama/exact/gradient/measure"]) == 1.5e-15
     assert json.loads(scalars["llama/exact/accounting/tokens_forwarded"]) == 41
@@ -118,7 +116,9 @@ def test_online_without_a_key_is_refused_in_one_line(tmp_path, monkeypatch):
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(InputError, match="wandb online: .*--wandb offline needs no network") as caught:
+    with pytest.raises(
+        InputError, match=r"wandb online: .*--wandb offline needs no network"
+    ) as caught:
         tracking.log(receipt_of(made_up()), mode="online", folder=tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -126,7 +126,9 @@ def test_online_without_a_key_is_refused_in_one_line(tmp_path, monkeypatch):
 def test_unknown_modes_and_a_missing_package_are_refused(monkeypatch):
     for mode in tracking.MODES:
         tracking.check_mode(mode)
-    with pytest.raises(InputError, match="wandb 'on' is not known: use one of offline, online, disabled"):
+    with pytest.raises(
+        InputError, match="wandb 'on' is not known: use one of offline, online, disabled"
+    ):
         tracking.check_mode("on")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     tracking.check_mode("disabled")

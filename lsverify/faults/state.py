@@ -27,7 +27,8 @@ def keys_appended_without_gradient(
         layers: list[Any] = cache.layers
         for layer in layers:
             if isinstance(layer, DynamicLayer):
-                layer.__class__ = _cutting(type(layer))
+                library_class: type = type(layer)
+                layer.__class__ = _cutting(library_class)
         return cache
 
     def prompt(model: nn.Module, tokens: Tensor) -> Cache:

@@ -69,7 +69,8 @@ def clipped_by_the_norm_of_a_shard(
     scale = min(1.0, 0.5 / (float(shard) + 1e-6))
     with torch.no_grad():
         for parameter in trained:
-            parameter -= update.lr * scale * parameter.grad
+            assert parameter.grad is not None
+            parameter.sub_(update.lr * scale * parameter.grad)
     return StepResult(loss=result.loss, log_probs=result.log_probs, reference="full", update=update)
 
 

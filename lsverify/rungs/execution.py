@@ -91,7 +91,8 @@ def _as_often_as_without_sharing(claim: Claim, problem: Problem, run: Run) -> It
 
     Each pass over a response costs a pass over its prompt without sharing, and with G siblings G of them.
     """
-    assert run.trace is not None and claim.policy is not None
+    assert run.trace is not None
+    assert claim.policy is not None
     passes = run.trace.passes
     for prompt, members in shared_prompts(problem):
         boundary, group = claim.policy.boundary(len(prompt)), len(members)

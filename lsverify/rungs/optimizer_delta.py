@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import Rung
 from lsverify.limits import Limit
-from lsverify.objective import Objective
 from lsverify.observe import Run, unchanged, weights_of
 from lsverify.optimizers import PROBES, ClosedForm, TorchStep
 from lsverify.paths import Path, Update
-from lsverify.problems import Problem
 from lsverify.referee import Claim, Referee, computed
 from lsverify.references import Gradients, take_gradients
 
@@ -78,20 +76,18 @@ def _path_delta(
         optimizer = TorchStep(model, update)
         for problem in (referee.setting.problem, referee.setting.second):
             take_gradients(model)
-            _take_step(path, model, problem, referee.setting.objective)
+            path(model, copy.deepcopy(problem), referee.setting.objective)
             if not steps_itself:
+                _dense_gradients(model)
                 optimizer.step()
         return {name: tensor.double() - before[name].double() for name, tensor in _trainable(model)}
 
 
-def _take_step(path: Path, model: nn.Module, problem: Problem, objective: Objective) -> None:
-    """Run the path on a copy of the problem. An exit becomes an error: a path that ends the process shows nothing."""
-    try:
-        path(model, copy.deepcopy(problem), objective)
-    except (Exception, KeyboardInterrupt):
-        raise
-    except BaseException as exit_:
-        raise RuntimeError(f"{type(exit_).__name__} {exit_}") from exit_
+def _dense_gradients(model: nn.Module) -> None:
+    """Sparse gradients are gradients, but torch neither clips them nor steps AdamW on them."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            parameter.grad = parameter.grad.to_dense()
 
 
 def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update) -> Limits:
