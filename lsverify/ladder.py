@@ -125,6 +125,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
             *_loud(referee.limits(held_to), config),
             *_texts(caught),
             *_clamped(claim, referee),
+            *_declared(claim, setting.objective),
         ),
     )
 
@@ -223,3 +224,10 @@ def _clamped(claim: Claim, referee: Referee) -> Iterable[str]:
     lengths = referee.setting.problem.prompt_lengths
     if claim.policy is not None and any(claim.policy.clamped(length) for length in lengths):
         yield f"policy {claim.policy.spec} reaches beyond a prompt of {min(lengths)} tokens and was clamped to it"
+
+
+def _declared(claim: Claim, asked: Objective) -> Iterable[str]:
+    """The whole of an objective that the path declares: its name alone would not tell it from the one asked for."""
+    if claim.objective != asked:
+        fields = claim.objective.model_dump_json()
+        yield f"judged on an objective that the path declares, not on {asked.name}: {fields}"

@@ -140,9 +140,9 @@ def longstraw(
         state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
         leaves = state.leaves() if boundary > stop else {}
         for i in members:
-            state.check(model, prompt, boundary)
             loss, log_probs[i] = _replay(model, problem, i, plan, state, leaves)
             total += loss
+        state.check(model, prompt, boundary)
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
         del leaves
         _sweep(model, state, cotangents)
@@ -238,16 +238,23 @@ def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
 def _batched_logits(
     model: nn.Module, problem: Problem, padding: Literal["left", "right"]
 ) -> list[Tensor]:
-    batch = problem.padded(padding)
+    """The same logits from one padded pass: no row's last token is forwarded, and no logits are made of prompts alone.
+
+    Padded on the left, all prompts end at one column, so that the responses' columns can be asked for.
+    """
+    batch, lengths = problem.padded(padding), problem.response_lengths
+    keep = max(lengths) if padding == "left" else 0
     output = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
+        input_ids=batch.input_ids[:, :-1],
+        attention_mask=batch.attention_mask[:, :-1],
+        position_ids=batch.position_ids[:, :-1],
         use_cache=False,
+        **(keep_logits(model, keep) if keep else {}),
     )
-    starts = [int(start) - 1 for start in batch.response_start]
-    lengths = problem.response_lengths
-    return [output.logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
+    logits: Tensor = output.logits
+    before = batch.input_ids.shape[1] - 1 - logits.shape[1]
+    starts = [int(start) - 1 - before for start in batch.response_start]
+    return [logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
 
 
 def shared_prompts(problem: Problem) -> Iterator[tuple[Tensor, list[int]]]:

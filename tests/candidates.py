@@ -169,6 +169,10 @@ def own_update_not_taken(model, problem, objective):
     return replace(full_autograd(model, problem, objective), update=SGD)
 
 
+def own_update_of_nothing(model, problem, objective):
+    return replace(full_autograd(model, problem, objective), update=replace(SGD, lr=0.0))
+
+
 def update_not_declared(model, problem, objective):
     return replace(_updated(model, problem, objective, SGD), update=None)
 

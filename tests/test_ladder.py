@@ -74,6 +74,9 @@ def test_a_candidate_may_train_an_objective_of_its_own():
     assert statuses(receipt) == ALL_PROVEN
     assert receipt.objective == "dapo"
     assert receipt.config.objective == "grpo"
+    told = [text for text in receipt.warnings if "that the path declares, not on grpo" in text]
+    assert len(told) == 1
+    assert '"temperature":0.8' in told[0]
 
 
 def test_rungs_that_are_not_asked_for_are_not_run():
@@ -164,7 +167,7 @@ def test_a_fault_of_ours_in_the_second_step_is_not_blamed_on_the_path(monkeypatc
 
 
 def test_noise_of_one_in_a_million_is_nondeterministic():
-    gradient = rung(judged(candidate="noisy"), "gradient")
+    gradient = rung(judged(candidate="noisy", require="gradient"), "gradient")
     assert gradient.status == "nondeterministic"
     assert 5e-7 < gradient.measure < 5e-6
     assert "two runs of the path disagree" in gradient.detail
@@ -182,7 +185,7 @@ def test_a_path_that_is_never_entered_is_vacuous():
 
 
 def test_a_path_that_returns_no_gradient_is_refused():
-    receipt = judged(candidate="never_trains")
+    receipt = judged(candidate="never_trains", require="gradient")
     assert "0 tokens under autograd for 7 response tokens" in rung(receipt, "execution").detail
     assert rung(receipt, "gradient").status == "failed"
 
@@ -280,10 +283,7 @@ def test_accounting_is_measured_beside_what_shapes_ask_for():
 
 def test_cases_that_differ_only_in_what_is_judged_share_a_problem():
     assert judged(policy="exact").problem == judged(candidate="full").problem
-    assert (
-        judged(policy="exact").problem
-        != judged(policy="exact", seed=1, require="objective").problem
-    )
+    assert judged(policy="exact").problem != judged(policy="exact", group_size=1).problem
 
 
 def test_judging_leaves_the_process_as_it_was():

@@ -233,9 +233,8 @@ def test_the_suites_run_with_plain_pytest(tmp_path):
         "-p",
         "no:cacheprovider",
     ]
-    command += ["suites/test_gradient.py", "suites/test_forward.py", "-q"]
-    command += ["--lsv-arch=llama", "--lsv-quick"]
+    command += ["suites/test_gradient.py", "-q", "--lsv-arch=llama", "--lsv-quick"]
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert "4 passed" in ran.stdout
+    assert "2 passed" in ran.stdout

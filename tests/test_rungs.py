@@ -73,13 +73,13 @@ def test_a_pass_more_than_scheduled_is_seen(judge):
 
 
 def test_a_dense_path_that_claims_to_share_is_refused():
-    found = rung(judged(candidate="dense_that_claims_to_share"), "execution")
+    found = rung(judged(candidate="dense_that_claims_to_share", require="execution"), "execution")
     assert found.status == "failed"
     assert "the shared path was not entered" in found.detail
 
 
 def test_side_effects_are_refused_by_name():
-    found = rung(judged(candidate="update_not_declared"), "execution")
+    found = rung(judged(candidate="update_not_declared", require="execution"), "execution")
     assert found.status == "failed"
     assert "parameter model.embed_tokens.weight changed" in found.detail
     assert found.measure >= 1
@@ -132,7 +132,7 @@ def test_log_probs_seen_at_the_head_come_first():
     ],
 )
 def test_wrong_values_are_refused_and_named(name, status, told):
-    receipt = judged(candidate=name)
+    receipt = judged(candidate=name, require="forward")
     found = rung(receipt, "forward")
     assert found.status == status
     assert told in found.detail
@@ -287,6 +287,18 @@ def test_an_update_that_is_not_the_declared_one_is_refused(name):
     receipt = judged(candidate=name)
     assert [found.status for found in receipt.rungs] == ["proven"] * 4 + ["failed"]
     assert rung(receipt, "optimizer_delta").measure > 0.1
+
+
+def test_an_update_that_moves_nothing_proves_nothing():
+    receipt = judged(candidate="own_update_of_nothing")
+    found = rung(receipt, "optimizer_delta")
+    assert found.status == "vacuous"
+    assert "two sgd steps of lr 0 move no parameter" in found.detail
+    assert not receipt.reached
+
+
+def test_where_the_gradient_is_zero_no_movement_is_proof(judge):
+    assert rung(judged(policy="exact", group_size=1), "optimizer_delta").holds
 
 
 def test_both_probes_must_hold():

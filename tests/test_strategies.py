@@ -81,6 +81,9 @@ SHAPES = {
     "group of one": lambda s: 1 in s.spec.sizes(),
     "only one-token responses": lambda s: set(s.spec.response_lengths) == {1},
     "response beyond prompt": lambda s: max(s.spec.response_lengths) > max(s.spec.prompt_lengths),
+    "policy beyond every prompt": lambda s: parse_policy(s.policy).clamped(
+        max(s.spec.prompt_lengths)
+    ),
     "equal rewards": lambda s: s.spec.rewards == "equal",
     "holes and truncation in eval": lambda s: s.spec.holes and s.spec.truncated and not s.training,
     "KL in the reward": lambda s: s.objective.beta > 0 and s.objective.kl_in == "reward",
@@ -100,12 +103,12 @@ def test_every_edge_preset_seed_and_form_of_policy_is_drawn():
     assert {s.objective.name for s in sample()} == set(PRESETS)
     assert {s.spec.seed for s in sample()} == set(range(SEEDS))
     drawn = {s.policy for s in sample()}
-    for form in ("exact", "detach", "window:0", "tail:1", "+window:", "window:300"):
+    for form in ("exact", "detach", "window:0", "tail:1", "+window:"):
         assert any(form in policy for policy in drawn), form
 
 
 def test_failures_shrink_to_the_smallest_structure():
-    quick = settings(FAST, max_examples=300)
+    quick = settings(FAST, max_examples=100)
     least = find(steps(policies=policies()), lambda s: s.spec.prompt_lengths[0] > 8, settings=quick)
     assert least.spec.prompt_lengths == (9,)
     assert least.spec.group_sizes == (1,)
@@ -133,7 +136,8 @@ def test_edges_lie_around_what_the_models_have():
         assert {size - 1, size, size + 1, size + 2} <= set(EDGES)
 
 
-def test_profiles_are_chosen_by_name(monkeypatch, _profile_put_back):
+@pytest.mark.usefixtures("_profile_put_back")
+def test_profiles_are_chosen_by_name(monkeypatch):
     monkeypatch.delenv("LSVERIFY_PROFILE", raising=False)
     assert register_profiles() == profile() == "ci"
     examples = {}

@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+import wandb
 from judged import made_up, receipt_of
 
 from lsverify import evidence, tracking
@@ -49,6 +50,8 @@ def logged(tmp_path_factory):
         )
         out = tmp_path_factory.mktemp("out")
         folder = tracking.log(receipt, mode="offline", folder=out)
+        # wandb writes from a process of its own, which is only waited for when everything ends.
+        wandb.teardown()
         yield receipt, folder, list(records(next(folder.glob("*.wandb"))))
 
 

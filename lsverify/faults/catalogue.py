@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt
+from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, RungName
 from lsverify.models import TINY
 from lsverify.objective import Objective
 from lsverify.paths import StepResult
@@ -33,7 +33,7 @@ class Fault:
 
     path: Candidate
     report: str
-    rung: str
+    rung: RungName
     points_at: str
     architectures: tuple[str, ...] = EVERY
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, leaves_of, new_cache, state_of, with_leaves
 from lsverify.objective import Objective, Plan, prepare
-from lsverify.paths import StepResult, full_logits, shared_prompts
+from lsverify.paths import StepResult, full_autograd, full_logits, longstraw, shared_prompts
 from lsverify.problems import Problem
 from lsverify.prompt import continue_from, unwrapped
 
@@ -62,6 +63,7 @@ class Dense:
     backward: Callable[[nn.Module, int, Tensor], None] = plain_backward
 
     def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+        """Leave the step's gradient in `.grad`."""
         plan, total, log_probs = self.prepare(objective, problem), 0.0, []
         for i in range(len(problem)):
             member = plan.member(i, self.logits(model, problem, i))
@@ -83,6 +85,7 @@ class Sharing:
     returned: Callable[[Slot, Tensor], Tensor | None] = all_of_it
 
     def __call__(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+        """Leave the step's gradient in `.grad`."""
         plan, total = prepare(objective, problem), 0.0
         log_probs: dict[int, Tensor] = {}
         for prompt, members in shared_prompts(problem):
@@ -116,3 +119,24 @@ class Sharing:
 
 dense = Dense()
 sharing = Sharing()
+
+full_serial = full_autograd
+full_padded_left = partial(full_autograd, batched=True, padding="left")
+full_padded_right = partial(full_autograd, batched=True, padding="right")
+longstraw_exact = partial(longstraw, policy="exact", chunk=5)
+longstraw_detach = partial(longstraw, policy="detach", chunk=5)
+longstraw_window = partial(longstraw, policy="window:6", chunk=4)
+longstraw_tail = partial(longstraw, policy="tail:3", chunk=4)
+
+HONEST = (
+    "dense",
+    "sharing",
+    "full_serial",
+    "full_padded_left",
+    "full_padded_right",
+    "longstraw_exact",
+    "longstraw_detach",
+    "longstraw_window",
+    "longstraw_tail",
+)
+"""Names in this module of paths that must never be refused."""

@@ -36,6 +36,12 @@ def optimizer_delta(path: Path, claim: Claim, referee: Referee, own: Update | No
                 limit=comparison.limit,
                 detail=f"after two {update.kind} steps: {message(comparison)}",
             )
+        if comparison.status == "proven_zero" and _trains(claim, referee):
+            return Rung(
+                name="optimizer_delta",
+                status="vacuous",
+                detail=f"two {update.kind} steps of lr {update.lr:g} move no parameter, though the gradient is not zero",
+            )
         rel = comparison.rel_l2 or 0.0
         if worst is None or rel > worst[0]:
             worst = (rel, comparison, update)
@@ -48,6 +54,11 @@ def optimizer_delta(path: Path, claim: Claim, referee: Referee, own: Update | No
         limit=max((t.limit for t in comparison.tensors), default=comparison.limit),
         detail=f"parameters after two steps; furthest under {update.kind}, {comparison.worst_parameter}",
     )
+
+
+def _trains(claim: Claim, referee: Referee) -> bool:
+    gradients = referee.oracle(claim).gradients.values()
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _reference_delta(claim: Claim, referee: Referee, update: Update) -> Gradients:
