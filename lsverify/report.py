@@ -99,7 +99,7 @@ def show(cases: Sequence[CaseReceipt], console: Console) -> None:
     """Table, then warnings, then failures in words, then one line that sums up."""
     console.print(table(cases))
     for warning in dict.fromkeys(text for case in cases for text in case.warnings):
-        console.print(Text.assemble(("warning ", "yellow"), warning))
+        console.print(Text.assemble(("warning ", "yellow"), warning), soft_wrap=True)
     for name, rung in failures(cases):
         console.print(Text(f"{name}: {rung.name} {rung.status}", style="bold red"))
         console.print(Text(rung.detail), soft_wrap=True)

@@ -133,7 +133,7 @@ def test_values_are_kept_only_when_asked_for(oracle):
 
 
 def test_decisions_are_named_by_module_call_and_token(oracle, serial):
-    problem, trace = serial(oracle("glm_moe_dsa"))
+    _, trace = serial(oracle("glm_moe_dsa"))
     sites = {site for site, _ in trace.choices}
     indexers = {Site(f"layers.{n}.self_attn.indexer", 0) for n in (0, 2)}
     # Experts are chosen by the two best of each group, the best group, then the best two of all.
@@ -467,11 +467,19 @@ def test_choices_outside_the_model_or_of_another_size_are_not_the_models(oracle)
 
 def test_nothing_is_left_behind_not_even_by_a_pass_that_raises():
     model, problem = build("llama", seed=0), problem_of(([1, 2, 3], [4, 5]))
+
+    def stop(module, args, output):
+        raise KeyError("stop")
+
     with Trace(model, problem) as trace:
-        with pytest.raises(IndexError):
-            model(input_ids=torch.tensor([[1, 97]]))
+        handle = model.model.layers[1].mlp.register_forward_hook(stop)
+        with pytest.raises(KeyError, match="stop"):
+            model(input_ids=torch.tensor([[1, 2]]))
+        handle.remove()
+        torch.ones(2, 5).topk(2)  # outside of every module, though one of them never returned
         model(input_ids=torch.tensor([[1, 2, 3, 4]]))
     assert trace.complete()
+    assert trace.choices == {}
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
