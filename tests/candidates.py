@@ -60,6 +60,13 @@ def never_trains(model, problem, objective):
     return StepResult(loss=0.0, log_probs=tuple(token_logp(r, y.tokens, 1.0) for r, y in pairs))
 
 
+def sparse(model, problem, objective):
+    result = full_autograd(model, problem, objective)
+    weight = model.model.embed_tokens.weight
+    weight.grad = weight.grad.to_sparse()
+    return result
+
+
 def drops_a_gradient(model, problem, objective):
     result = full_autograd(model, problem, objective)
     model.model.norm.weight.grad = None

@@ -335,7 +335,9 @@ def test_signs_that_never_settle_end_with_zones_that_do_not_follow_them(monkeypa
     problem = off_policy(drawn, current_logp(drawn), preset("grpo"), 0)
     assert next(flips) > problems.SETTLING_DRAWS
     _, found = ratios(problem, current_logp(drawn), preset("grpo"))
-    assert float(distances(preset("grpo"), found).min()) >= 0.05 * edge_width(preset("grpo").edges())
+    assert float(distances(preset("grpo"), found).min()) >= 0.05 * edge_width(
+        preset("grpo").edges()
+    )
 
 
 # The same checks against planted faults.

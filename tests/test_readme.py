@@ -43,7 +43,12 @@ def folder(tmp_path_factory):
 
 
 def test_commands_are_of_known_programs():
-    assert {command.split()[0] for command in commands()} == {"bash", "lsverify", "pytest", "source"}
+    assert {command.split()[0] for command in commands()} == {
+        "bash",
+        "lsverify",
+        "pytest",
+        "source",
+    }
 
 
 @pytest.mark.xdist_group("readme")
@@ -68,9 +73,20 @@ def test_script_is_there_and_parses(command):
 
 @pytest.mark.parametrize("command", of_program("pytest"))
 def test_pytest_command_runs(command):
-    arguments = [*shlex.split(command)[1:], "-q", "-k", "gradient and test_gradient", "-p", "no:cacheprovider"]
+    arguments = [
+        *shlex.split(command)[1:],
+        "-q",
+        "-k",
+        "gradient and test_gradient",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "pytest", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -86,6 +102,10 @@ def test_options_in_tables_exist():
     policies = re.findall(r"^\| `([a-z:+A-Z]+)` \|", README, flags=re.MULTILINE)
     from lsverify.policies import parse_policy
 
-    specs = [p.replace("M", "3").replace("K", "2") for p in policies if p in ("exact", "detach") or ":" in p]
+    specs = [
+        p.replace("M", "3").replace("K", "2")
+        for p in policies
+        if p in ("exact", "detach") or ":" in p
+    ]
     assert len(specs) == 5
     assert all(parse_policy(spec) for spec in specs)

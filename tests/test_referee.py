@@ -112,6 +112,15 @@ def test_full_autograd_is_timed_weighed_and_recorded(judge):
     assert judge.full_run.trace.complete()
 
 
+def test_full_autograd_that_fails_is_our_own_fault(judge, monkeypatch):
+    def broken(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("lsverify.referee.full_autograd", broken)
+    with pytest.raises(ZeroDivisionError):
+        _ = Referee(judge.setting).full_timed
+
+
 def test_a_shareable_model_is_tested_once(judge, monkeypatch):
     judge.require_shareable()
     monkeypatch.setattr("lsverify.referee.check_shareable", pytest.fail)

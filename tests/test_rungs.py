@@ -69,7 +69,39 @@ def test_a_pass_more_than_scheduled_is_seen(judge):
 
     found = executed(judge, twice, policy="detach", chunk=8)
     assert found.status == "failed"
-    assert "forward passes where the policy asks for" in found.detail
+    assert "14 forward passes where the policy asks for 7" in found.detail
+
+
+def test_passes_after_the_schedule_and_missing_ones_are_seen(judge):
+    def one_more(model, problem, objective):
+        result = longstraw(model, problem, objective, policy="detach", chunk=8)
+        with torch.no_grad():
+            model(input_ids=problem.tokens(0)[None])
+        return result
+
+    found = executed(judge, one_more, policy="detach", chunk=8)
+    assert "they part at pass 6: (15, False) instead of None (tokens, autograd)" in found.detail
+    found = executed(
+        judge, functools.partial(longstraw, policy="detach", chunk=8), policy="exact", chunk=8
+    )
+    assert "instead of (" in found.detail
+
+
+def test_a_shared_step_taken_again_and_again_is_not_shared(judge):
+    def five_times(model, problem, objective):
+        for _ in range(5):
+            for parameter in model.parameters():
+                parameter.grad = None
+            result = longstraw(model, problem, objective, policy="detach", chunk=8)
+        return result
+
+    found = executed(judge, five_times, candidate="m:n")
+    assert found.status == "failed"
+    assert "tokens forwarded where sharing the prompt needs at most" in found.detail
+
+
+def test_sparse_gradients_are_gradients():
+    assert judged(candidate="sparse").reached
 
 
 def test_a_dense_path_that_claims_to_share_is_refused():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lsverify.faults.catalogue import Fault
 from lsverify.faults.honest import Dense
 from lsverify.objective import Objective, Plan, monolithic, prepare, token_logp
-from lsverify.paths import StepResult
+from lsverify.paths import StepResult, full_logits
 from lsverify.problems import Problem
 
 
@@ -65,6 +66,25 @@ def padding_attended(model: nn.Module, problem: Problem, objective: Objective) -
     return StepResult(loss=loss.detach().item(), log_probs=tuple(log_probs), reference="full")
 
 
+def masked_nan_times_zero(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The mask multiplies what has been computed, and at a masked slot that is not a number."""
+    holes = [
+        {"old_logp": torch.where(response.mask, response.old_logp, torch.nan)}
+        for response in problem.responses
+    ]
+    advantages = prepare(objective, problem).advantages
+    low, high = 1 - objective.epsilon_low, 1 + objective.epsilon_high
+    total = 0.0
+    for i, response in enumerate(problem.replace_responses(holes).responses):
+        logp = token_logp(full_logits(model, problem, i), response.tokens, objective.temperature)
+        ratio = (logp - response.old_logp).exp()
+        surrogate = torch.minimum(ratio * advantages[i], ratio.clamp(low, high) * advantages[i])
+        loss = -(surrogate * response.mask).sum() / response.mask.sum() / len(problem)
+        loss.backward()
+        total += loss.item()
+    return StepResult(loss=total, reference="full")
+
+
 FAULTS = (
     Fault(
         path=holes_are_counted,
@@ -83,6 +103,12 @@ FAULTS = (
         report="MP-07",
         rung="forward",
         points_at=r"loss is \S+ instead of",
+    ),
+    Fault(
+        path=masked_nan_times_zero,
+        report="MP-09",
+        rung="forward",
+        points_at=r"loss is nan instead of",
     ),
     Fault(
         path=padding_attended,

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from lsverify.faults.catalogue import Fault
 from lsverify.faults.honest import Sharing, run_prompt
 from lsverify.objective import Objective
-from lsverify.paths import StepResult
+from lsverify.paths import StepResult, adapters_off
 from lsverify.problems import Problem
 from lsverify.tags import token_hash
 
@@ -32,11 +32,30 @@ def state_kept_over_an_update(
     return Sharing(claim="detach", prompt=prompt)(model, problem, objective)
 
 
+def state_of_another_adapter(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """The prompt was captured while the adapters were off, for the reference, and serves the policy as well."""
+
+    def prompt(model: nn.Module, tokens: Tensor) -> Cache:
+        with adapters_off(model):
+            return run_prompt(model, tokens)
+
+    return Sharing(claim="detach", prompt=prompt)(model, problem, objective)
+
+
 FAULTS = (
     Fault(
         path=state_kept_over_an_update,
         report="CS-01",
         rung="optimizer_delta",
         points_at=r"after two sgd steps",
+    ),
+    Fault(
+        path=state_of_another_adapter,
+        report="CS-04",
+        rung="forward",
+        points_at=r"response \d+ token",
+        options={"objective": "rloo", "lora": True},
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from lsverify.evidence import CaseConfig, Rung
 from lsverify.ledger import expected_schedule, ideal_work, shared
@@ -62,10 +63,11 @@ def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> I
     expected = [(p.rows * p.tokens, p.grad) for p in plan]
     seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]
     if seen != expected:
-        at = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), -1)
+        pairs = list(zip_longest(seen, expected))
+        at = next(i for i, (a, b) in enumerate(pairs) if a != b)
         yield (
             f"{len(seen)} forward passes where the policy asks for {len(expected)}; they part at pass {at}: "
-            f"{seen[at] if seen else None} instead of {expected[at]} (tokens, autograd)"
+            f"{pairs[at][0]} instead of {pairs[at][1]} (tokens, autograd)"
         )
 
 
