@@ -154,16 +154,16 @@ def _gate(
 def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> int:
     """Run every case of a receipt again and compare the numbers to the last bit."""
     from lsverify import report
-    from lsverify.evidence import exit_code, load
-    from lsverify.repeat import differences, run_again
+    from lsverify.evidence import environment, exit_code, load
+    from lsverify.repeat import differences, elsewhere, run_again
 
     before = load(receipt)
     cases = run_again(before)
     console = report.wide_console()
     report.show(cases, console)
     found = differences(before.cases, cases)
-    for line in found:
-        console.print(line, highlight=False, markup=False)
+    for line in (*elsewhere(before.environment, environment()), *found):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("every number is the same" if not found else f"{len(found)} numbers differ")
     return exit_code(cases) or (1 if found else 0)
 

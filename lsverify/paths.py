@@ -238,7 +238,7 @@ def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
 def _batched_logits(
     model: nn.Module, problem: Problem, padding: Literal["left", "right"]
 ) -> list[Tensor]:
-    """The same logits from one padded pass: no row's last token is forwarded, and no logits are made of prompts alone.
+    """The same logits from one padded pass; the longest row's last token is not forwarded.
 
     Padded on the left, all prompts end at one column, so that the responses' columns can be asked for.
     """

@@ -38,16 +38,13 @@ class Policy:
         return self.tail > prompt_length or too_wide
 
     @property
-    def sweeps(self) -> bool:
-        return self.window != 0
-
-    @property
     def reference(self) -> str:
         """The reference that the policy claims, in words of the receipt."""
         if self.window is None:
             return "full"
-        back = self.window + self.tail - 1
-        return f"stopped at B-{back}" if back else "stopped at B"
+        if self.tail > 1:
+            return f"stopped at P-{self.tail + self.window}"
+        return f"stopped at B-{self.window}" if self.window else "stopped at B"
 
 
 def parse_policy(spec: str) -> Policy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lsverify.evidence import CaseReceipt, Receipt, finite
+from lsverify.evidence import CaseReceipt, Environment, Receipt, finite
 from lsverify.ladder import judge
 
 # Time differs from run to run; everything else is to repeat to the bit.
@@ -29,6 +29,16 @@ def differences(before: Sequence[CaseReceipt], after: Sequence[CaseReceipt]) -> 
             if key.rpartition(".")[2] not in TIMES and a.get(key) != b.get(key)
         ]
     return found
+
+
+def elsewhere(before: Environment, now: Environment) -> list[str]:
+    """One line for each part of the environment that is another: no fault, but where a difference may come from."""
+    a, b = _flat(before.model_dump(mode="json")), _flat(now.model_dump(mode="json"))
+    return [
+        f"environment: {key} was {a.get(key)} and is {b.get(key)}"
+        for key in sorted(a.keys() | b.keys())
+        if a.get(key) != b.get(key)
+    ]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

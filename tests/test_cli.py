@@ -331,14 +331,18 @@ def test_a_receipt_repeats(run, tmp_path, not_judged, monkeypatch):
     code, out, _ = run("repeat", tmp_path / "receipt.json")
     assert code == 0
     assert out.splitlines()[-1] == "every number is the same"
+    assert "environment:" not in out
 
 
 def test_a_receipt_that_does_not_repeat_is_one(run, tmp_path, monkeypatch):
-    evidence.save(receipt_of(made_up()), tmp_path / "receipt.json")
+    before = receipt_of(made_up())
+    there = before.environment.model_copy(update={"threads": 99})
+    evidence.save(before.model_copy(update={"environment": there}), tmp_path / "receipt.json")
     other = made_up(measure=2e-15)
     monkeypatch.setattr("lsverify.repeat.judge", lambda config: other)
     code, out, _ = run("repeat", tmp_path / "receipt.json")
     assert code == 1
+    assert "environment: threads was 99 and is " in out
     assert "llama exact: rungs.0.measure was 1.5e-15 and is 2e-15" in out
     assert out.splitlines()[-1] == "5 numbers differ"
 

@@ -7,7 +7,7 @@ from judged import judged, made_up, receipt_of
 
 from lsverify import evidence, ladder
 from lsverify.evidence import Rung
-from lsverify.repeat import differences, run_again
+from lsverify.repeat import differences, elsewhere, run_again
 
 
 def test_every_number_repeats_to_the_bit_from_the_configs_alone(tmp_path, monkeypatch):
@@ -48,6 +48,18 @@ def test_time_may_differ_and_bytes_may_not():
 def test_a_number_that_is_not_finite_equals_itself(number):
     assert differences([made_up(number=number)], [made_up(number=number)]) == []
     assert differences([made_up(number=number)], [made_up(number=0.5)])
+
+
+def test_another_environment_is_told():
+    here = evidence.environment()
+    packages = here.packages | {"torch": "1.0", "extra": "2.0"}
+    there = here.model_copy(update={"threads": here.threads + 1, "packages": packages})
+    assert elsewhere(here, here) == []
+    assert elsewhere(there, here) == [
+        "environment: packages.extra was 2.0 and is None",
+        f"environment: packages.torch was 1.0 and is {here.packages['torch']}",
+        f"environment: threads was {here.threads + 1} and is {here.threads}",
+    ]
 
 
 def test_a_receipt_with_other_cases_cannot_be_compared():

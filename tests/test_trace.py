@@ -103,7 +103,7 @@ def test_tokens_are_found_however_a_path_cuts_the_sequences(oracle, serial, arch
     assert found.unstable == []
     assert found.complete()
     assert near(found.log_probs, full_score(model, problem))
-    # A batch also forwards each response's last token, which predicts nothing.
+    # A batch also forwards the last token of its shorter rows, which predicts nothing.
     assert sets(expected).items() <= sets(found).items()
     assert expected.values.keys() <= found.values.keys()
     last = {
@@ -111,7 +111,7 @@ def test_tokens_are_found_however_a_path_cuts_the_sequences(oracle, serial, arch
         for g, n in zip(problem.group_of, problem.response_lengths, strict=True)
     }
     more = {place.position for _, place in found.values.keys() - expected.values.keys()}
-    assert more == (last if path.startswith("batched") else set())
+    assert more <= (last if path.startswith("batched") else set())
     for place, value in expected.values.items():
         assert torch.allclose(value, found.values[place], rtol=0, atol=1e-11)
 
