@@ -10,6 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
+from lsverify.cases import group_sizes
 from lsverify.evidence import CaseConfig
 from lsverify.models import build
 from lsverify.objective import Objective, preset
@@ -77,10 +78,10 @@ def make_setting(config: CaseConfig) -> Setting:
 
 def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Problem]:
     """Two groups of different size and prompt length, so that a fault at a group's edge has an edge to show at."""
-    length, size = config.prompt_length, config.group_size
+    length = config.prompt_length
     spec = ProblemSpec(
         prompt_lengths=(length, max(length - 5, 1)),
-        group_sizes=(size, max(size - 1, 1)),
+        group_sizes=group_sizes(config),
         response_lengths=config.response_lengths,
         seed=config.seed,
         holes=True,
