@@ -18,6 +18,8 @@ APPENDED = {
     "gate": SMALL,
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
 }
+# A pretrained model also in float64, stopped as well as full, is minutes: here it climbs two rungs with one policy.
+PRETRAINED = "--policy exact --require execution".split()
 EXIT_CODES = {"--reference full": 1}
 
 
@@ -62,6 +64,7 @@ def test_lsverify_command_runs(command, folder, monkeypatch, capsys):
         arguments.append("--help")  # named in running text, not meant to be typed like this
     elif arguments[0] in APPENDED:
         arguments += APPENDED[arguments[0]]
+        arguments += PRETRAINED if "smollm2-135m" in arguments else []
     assert run(arguments) == expected, capsys.readouterr()
 
 

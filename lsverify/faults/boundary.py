@@ -109,6 +109,12 @@ FAULTS = (
         report="BP-01",
         rung="forward",
         points_at=r"response \d+ token",
+        elsewhere={
+            "glm_moe_dsa": (
+                "execution",
+                r"decisions changed between passes over the same token, first in \S*indexer",
+            )
+        },
     ),
     Fault(
         path=positions_restart_at_the_boundary,

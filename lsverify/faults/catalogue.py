@@ -29,6 +29,7 @@ class Fault:
     points_at: regular expression that the rung's text must match: parameters, tokens, or what was done.
     architectures: where the fault can be made, the most telling first.
     options: further fields of `CaseConfig` without which it would not show.
+    elsewhere: rung and text by architecture, where they are others: experts and keys tell before log-probs do.
     """
 
     path: Candidate
@@ -37,6 +38,7 @@ class Fault:
     points_at: str
     architectures: tuple[str, ...] = EVERY
     options: Mapping[str, Any] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[RungName, str]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -48,22 +50,28 @@ class Fault:
         """The name of the path's module: state, boundary, mask, ..."""
         return self.path.__module__.rpartition(".")[2]
 
+    def expected(self, arch: str) -> tuple[RungName, str]:
+        """The rung that must refuse it on this architecture, and what its text must match."""
+        return self.elsewhere.get(arch, (self.rung, self.points_at))
+
     def config(self, arch: str, **fields: Any) -> CaseConfig:
         """The case that must refuse the fault, with the rungs up to the one that does."""
-        given = {"candidate": spec_of(self.path), "require": self.rung, **self.options, **fields}
+        rung, _ = self.expected(arch)
+        given = {"candidate": spec_of(self.path), "require": rung, **self.options, **fields}
         return CaseConfig(arch=arch, **given)
 
     def missed(self, receipt: CaseReceipt) -> Iterator[str]:
         """What is wrong with a refusal, one line each; nothing when the fault was caught as it must be."""
+        expected, points_at = self.expected(receipt.arch)
         rungs = {rung.name: rung for rung in receipt.rungs}
-        for name in RUNGS[: RUNGS.index(self.rung)]:
+        for name in RUNGS[: RUNGS.index(expected)]:
             if not rungs[name].holds:
-                yield f"{name} refused it before {self.rung}: {rungs[name].detail}"
-        last = rungs[self.rung]
+                yield f"{name} refused it before {expected}: {rungs[name].detail}"
+        last = rungs[expected]
         if receipt.reached or last.holds:
-            yield f"{self.rung} is {last.status}: {last.detail}"
-        elif re.search(self.points_at, last.detail) is None:
-            yield f"{self.rung} does not point at {self.points_at!r}: {last.detail}"
+            yield f"{expected} is {last.status}: {last.detail}"
+        elif re.search(points_at, last.detail) is None:
+            yield f"{expected} does not point at {points_at!r}: {last.detail}"
 
 
 def spec_of(path: Candidate) -> str:

@@ -182,6 +182,12 @@ FAULTS = (
         report="ST-04",
         rung="forward",
         points_at=r"response [1-9]",
+        elsewhere={
+            "glm_moe_dsa": (
+                "execution",
+                r"decisions changed between passes over the same token, first in \S*indexer",
+            )
+        },
     ),
     Fault(
         path=only_the_last_siblings_cotangent,
@@ -215,6 +221,7 @@ FAULTS = (
         report="UC-10",
         rung="forward",
         points_at=r"response \d+ token",
+        elsewhere={"glm_moe_dsa": ("forward", r"decisions differ, first \S*indexer chose \[0\]")},
     ),
     Fault(
         path=shared_path_never_entered,
