@@ -35,7 +35,7 @@ def of_program(program: str) -> list[str]:
     return [command for command in commands() if command.split()[0] == program]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     """A folder with the README's own candidate in it, where commands run one after the other."""
     path = tmp_path_factory.mktemp("reader")
