@@ -24,7 +24,7 @@ SMOLLM2 = "smollm2-135m"
 # A pretrained model takes seconds for a step: two steps under two optimizers, each also in float64, are asked for by name.
 REQUIRED_OF_TEXT = "gradient"
 TEXT_RESPONSES = (16, 24, 32, 20)
-TEXT_CHUNK = 256
+TEXT_CHUNK = 512
 QUICK = {"prompt_length": 12, "group_size": 2, "response_lengths": (3, 1)}
 
 

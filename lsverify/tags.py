@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +38,11 @@ def tags_of(model: nn.Module, prompt: Tensor, boundary: int) -> Tags:
 def weights_version(model: nn.Module) -> str:
     """A digest of the content of every parameter and buffer: any update changes it, however it was written."""
     digest = hashlib.sha256()
-    for name, tensor in _weights(model):
-        digest.update(f"{name}:{fingerprint(tensor)};".encode())
+    names, tensors = zip(*_weights(model), strict=True)
+    # A checksum waits for memory and lets other threads run: on big models half the time is gone.
+    with ThreadPoolExecutor() as pool:
+        for name, checksum in zip(names, pool.map(fingerprint, tensors), strict=True):
+            digest.update(f"{name}:{checksum};".encode())
     return digest.hexdigest()[:12]
 
 
