@@ -15,7 +15,7 @@ from lsverify.compare import Comparison, Limits
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.models import TINY
 from lsverify.objective import Objective
-from lsverify.observe import Run, recorded, timed, weighed
+from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
 from lsverify.oracles import check_objective
 from lsverify.paths import Path, StepResult, longstraw
 from lsverify.policies import parse_policy
@@ -37,7 +37,8 @@ def judge(config: CaseConfig) -> CaseReceipt:
     """
     path = path_of(config)
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
-    with referee.setting.computing(), threads(1 if config.arch in TINY else None):
+    one_thread = threads(1 if config.arch in TINY else None)
+    with referee.setting.computing(), one_thread, no_silent_exit():
         return _judged(config, path, referee)
 
 

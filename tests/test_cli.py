@@ -393,3 +393,20 @@ def test_the_exit_code_reaches_the_shell():
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 2
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_candidate_that_leaves_the_process_is_no_success(tmp_path):
+    (tmp_path / "leaver.py").write_text(
+        "import os\n\n\ndef step(model, problem, objective):\n    os._exit(0)\n"
+    )
+    command = [sys.executable, "-m", "lsverify.cli", "gate", "--quick", "--arch=llama"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [*command, "--candidate=leaver:step"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert "SystemExit: os._exit(0)" in ran.stdout
