@@ -99,7 +99,7 @@ def test_a_candidate_has_no_policy_unless_one_is_named():
 
 def test_the_pretrained_model_has_sizes_of_its_own():
     (case,) = Options(archs=(SMOLLM2,), policies=("exact",)).cases()
-    assert (case.response_lengths, case.chunk, case.require) == ((16, 24, 32, 20), 256, "gradient")
+    assert (case.response_lengths, case.chunk, case.require) == ((16, 24, 32, 20), 512, "gradient")
     assert group_sizes(case) == (4,)
     (asked,) = Options(
         archs=(SMOLLM2,), policies=("exact",), chunk=9, response_length="5", require="forward"

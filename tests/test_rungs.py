@@ -42,6 +42,15 @@ def record(judge, path, **options):
     return recorded(path, setting.model, setting.problem, setting.objective, **options)
 
 
+def looking(judge, path):
+    """A rerun that keeps values after a failure; decisions may not be forced in it."""
+
+    def rerun(*, keep_values):
+        return record(judge, path, keep_values=keep_values)
+
+    return rerun
+
+
 def claim(judge, run, **config):
     return claim_of(CaseConfig(arch="llama", **config), run.result, judge.setting.objective)
 
@@ -178,8 +187,9 @@ def test_the_first_wrong_token_is_told_with_both_values(judge):
             return full_autograd(model, problem, objective)
 
     run = record(judge, shifted)
-    found = forward(claim(judge, run), run, judge, pytest.fail)
+    found = forward(claim(judge, run), run, judge, looking(judge, shifted))
     assert found.status == "failed"
+    assert "values part first in layers.0, at position 0" in found.detail
     assert "token " in found.detail
     assert " instead of " in found.detail
     assert found.measure > 1e-12
@@ -192,7 +202,7 @@ def test_values_that_are_not_finite_are_refused(judge):
         return replace(result, log_probs=rows)
 
     run = record(judge, poisoned)
-    found = forward(claim(judge, run), run, judge, pytest.fail)
+    found = forward(claim(judge, run), run, judge, looking(judge, poisoned))
     assert found.status == "failed"
     assert not found.holds
 
@@ -228,10 +238,10 @@ def flipped(judge, run, margin):
 
 
 def test_a_flip_beyond_its_margin_is_a_failure(chooser):
-    judge, _, run = chooser
+    judge, path, run = chooser
     key, undo = flipped(judge, run, None)
     try:
-        found = forward(claim(judge, run), run, judge, pytest.fail)
+        found = forward(claim(judge, run), run, judge, looking(judge, path))
     finally:
         undo()
     assert found.status == "failed"
@@ -270,7 +280,7 @@ def test_a_flip_inside_its_margin_does_not_excuse_other_values(chooser):
 
     try:
         found = forward(
-            claim(judge, run), run, judge, lambda forced: record(judge, other, forced=forced)
+            claim(judge, run), run, judge, lambda **given: record(judge, other, **given)
         )
     finally:
         undo()

@@ -13,6 +13,7 @@ from lsverify.evidence import Rung
 from lsverify.objective import prepare
 from lsverify.observe import Run
 from lsverify.referee import CAPS, FACTOR, Claim, Referee, floor_dtype
+from lsverify.rungs.parting import parting
 
 ORACLE_LIMIT = 1e-12
 # A margin below this many eps of the precision, relative to the scores' size, decides nothing.
@@ -20,13 +21,22 @@ UNDECIDED_EPS = 64
 
 
 def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
-    """Compare what the path computed with full autograd.
+    """Compare what the path computed with full autograd, and where they differ say in which layer it begins.
 
     `rerun(forced=...)` runs the path again with given decisions; it is asked only when decisions differ by less than
-    their margin, and then values are compared under the reference's decisions.
+    their margin, and then values are compared under the reference's decisions. `rerun(keep_values=True)` keeps every
+    layer's values, after a failure.
     """
     if run.error is not None:
         return Rung(name="forward", status="not_run", detail="the path raised an error")
+    rung = _compared(claim, run, referee, rerun)
+    if rung.status != "failed":
+        return rung
+    where = parting(rerun(keep_values=True), referee)
+    return rung.model_copy(update={"detail": f"{rung.detail}; {where}"})
+
+
+def _compared(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
     flips = Flips(run, referee)
     if flips.real:
         return Rung(
