@@ -44,7 +44,7 @@ def test_quick_is_a_starting_point_for_what_is_named():
 
 def test_real_text_is_asked_for_less_by_default():
     case = Options(archs=(SMOLLM2,)).cases()[0]
-    assert (case.require, case.chunk, len(case.response_lengths)) == ("gradient", 256, 4)
+    assert (case.require, case.chunk, len(case.response_lengths)) == ("gradient", 512, 4)
     assert group_sizes(case) == (4,)
     assert (
         Options(archs=(SMOLLM2,), require="optimizer_delta").cases()[0].require == "optimizer_delta"
