@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lsverify.accounting import account
-from lsverify.cases import load_candidate
+from lsverify.cases import load_candidate, source_of
 from lsverify.compare import Comparison, Limits
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.models import TINY
@@ -19,7 +19,7 @@ from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
 from lsverify.oracles import check_objective
 from lsverify.paths import Path, StepResult, longstraw
 from lsverify.policies import parse_policy
-from lsverify.precision import threads
+from lsverify.precision import deterministic, threads
 from lsverify.problems import Problem
 from lsverify.referee import MEANINGFUL, Claim, Referee, claim_of
 from lsverify.rollouts import warn_unshared
@@ -40,7 +40,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
     one_thread = threads(1 if config.arch in TINY else None)
-    with referee.setting.computing(), one_thread, no_silent_exit():
+    with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
         return _judged(config, fresh, referee)
 
 
@@ -116,6 +116,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
         arch=config.arch,
         policy=config.policy or (claim.policy.spec if claim.policy else None),
         candidate=config.candidate,
+        candidate_source=source_of(fresh()) if config.candidate else None,
         reference=held_to.label,
         dtype=config.dtype,
         prompt_length=config.prompt_length,
@@ -132,6 +133,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(
+            *_zero(against_claim, claim.objective, config),
             *_loud(referee.limits(held_to), config),
             *_texts(caught),
             *_clamped(claim, referee),
@@ -216,6 +218,16 @@ def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
         for finding in claimed.findings
     ]
     return tuple(found)
+
+
+def _zero(comparison: Comparison, objective: Objective, config: CaseConfig) -> Iterable[str]:
+    """Says so when there was no gradient to get wrong."""
+    if comparison.status == "proven_zero":
+        yield (
+            f"EVERY GRADIENT IS ZERO on both sides: no advantage in a group of one or of equal rewards under "
+            f"{objective.name}, so a path that is wrong elsewhere passes here; raise --group-size (it is "
+            f"{config.group_size}) or name another --objective, such as reinforce"
+        )
 
 
 def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:
