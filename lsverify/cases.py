@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig
-from lsverify.objective_options import PRESETS
+from lsverify.objective_options import read_objective
 from lsverify.policies import parse_policy
 
 DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
@@ -65,7 +65,7 @@ class Options:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("reference", self.reference, REFERENCES)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
-        _one_of("objective", self.objective, tuple(PRESETS))
+        read_objective(self.objective)
         # A candidate claims what it declares; only a policy that the user names is a claim made for it.
         default = (None,) if self.candidate else DEFAULT_POLICIES
         policies: tuple[str | None, ...] = self.policies or default

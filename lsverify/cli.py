@@ -91,7 +91,10 @@ def gate(
         str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn; 5,1,7,3.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce.")
+        str,
+        typer.Option(
+            help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo or reinforce, options after commas: grpo,beta=0.04."
+        ),
     ] = "grpo",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     chunk: Annotated[

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lsverify.accounting import account
 from lsverify.cases import load_candidate, source_of
 from lsverify.compare import Comparison, Limits
+from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.models import TINY
 from lsverify.objective import Objective
@@ -29,6 +31,7 @@ from lsverify.rungs.gradient import gradient
 from lsverify.rungs.optimizer_delta import optimizer_delta
 from lsverify.setting import make_setting
 from lsverify.stale import StaleStates
+from lsverify.unreadable import unreadable
 
 
 def judge(config: CaseConfig) -> CaseReceipt:
@@ -40,8 +43,19 @@ def judge(config: CaseConfig) -> CaseReceipt:
     fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
     one_thread = threads(1 if config.arch in TINY else None)
-    with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
-        return _judged(config, fresh, referee)
+    try:
+        with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
+            return _judged(config, fresh, referee)
+    except InputError:
+        raise
+    except Exception as error:
+        if config.candidate is None:
+            raise
+        # No later case may meet what it left behind.
+        _referee.cache_clear()
+        torch.set_default_device("cpu")
+        setting = make_setting(config.model_copy(update=_NOT_OF_THE_SETTING))
+        return unreadable(config, setting, error)
 
 
 _NOT_OF_THE_SETTING: dict[str, Any] = {
@@ -63,8 +77,10 @@ def _referee(config: CaseConfig) -> Referee:
 def path_of(config: CaseConfig) -> Path:
     """The path that a case names: somebody's candidate, or ours with the case's policy and nothing kept yet."""
     if config.candidate is not None:
-        candidate: Path = load_candidate(config.candidate)
-        return candidate
+        candidate = load_candidate(config.candidate)
+        # A class makes a path without a memory; what keeps an optimizer's state, say, starts anew with it.
+        path: Path = candidate() if isinstance(candidate, type) else candidate
+        return path
     policy = parse_policy(config.policy or "exact")
     states = StaleStates(policy.refresh) if policy.refresh else None
     return functools.partial(
@@ -101,11 +117,11 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
     against_full = referee.compared(full, run.gradients)
     rungs = [_objective(config, referee, claim)]
     if "execution" in wanted:
-        rungs.append(execution(config, claim, setting.problem, run))
+        rungs.append(execution(config, claim, setting.problem, run, (again, weight)))
     if "forward" in wanted:
         rungs.append(forward(claim, run, referee, record))
     if "gradient" in wanted:
-        rungs.append(gradient(held_to, run, again, referee, against_claim))
+        rungs.append(gradient(held_to, run, (again, weight), referee, against_claim))
     if "optimizer_delta" in wanted:
         rungs.append(_optimizer(fresh, held_to, referee, run))
     rungs += [

@@ -1,4 +1,4 @@
-"""`optimizer_delta`: two optimizer steps on different problems = closed-form steps on the reference's gradients."""
+"""`optimizer_delta`: optimizer steps on the same and on different problems = closed-form ones on the reference's gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lsverify.problems import Problem
 from lsverify.referee import Captured, Claim, Referee, computed
 from lsverify.references import Gradients, take_gradients
 
-# Each of the two steps rounds a weight and its change a few times.
+# Each of the steps rounds a weight and its change a few times.
 ROUNDINGS = 8
 
 
@@ -31,6 +31,13 @@ def optimizer_delta(
     `fresh()` is the path without anything kept from earlier steps. A policy that keeps a capture for n steps is
     followed for n + 1.
     """
+    if referee.setting.config.dtype == "bfloat16":
+        return Rung(
+            name="optimizer_delta",
+            status="not_applicable",
+            detail="bfloat16 weights round an update of this size away, the reference's too: use bfloat16-autocast, whose "
+            "weights are float32",
+        )
     worst: tuple[float, Comparison, Update] | None = None
     for update in (own,) if own else PROBES:
         expected = _reference_delta(claim, referee, update)
@@ -67,13 +74,13 @@ def optimizer_delta(
 
 def _count(claim: Claim) -> int:
     refresh = claim.policy.refresh if claim.policy else None
-    return max(2, (refresh or 1) + 1)
+    return max(3, (refresh or 1) + 1)
 
 
 def _problems(claim: Claim, referee: Referee) -> list[Problem]:
-    """The two problems in turn; they share a prompt."""
+    """The first problem twice, as several updates on one batch of rollouts do, then the second and the first in turn."""
     both = (referee.setting.problem, referee.setting.second)
-    return [both[step % 2] for step in range(_count(claim))]
+    return [both[step > 0 and step % 2 == 0] for step in range(_count(claim))]
 
 
 class _Captures:
@@ -130,14 +137,23 @@ def _path_delta(
             if not steps_itself:
                 _dense_gradients(model)
                 optimizer.step()
-        return {name: tensor.double() - before[name].double() for name, tensor in _trainable(model)}
+        return {
+            name: tensor.double() - before[name].double()
+            for name, tensor in _trainable(model)
+            if name in before
+        }
 
 
 def _dense_gradients(model: nn.Module) -> None:
-    """Sparse gradients are gradients, but torch neither clips them nor steps AdamW on them."""
+    """Sparse and expanded gradients are gradients, but torch neither clips them nor steps AdamW on them."""
     for parameter in model.parameters():
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            parameter.grad = parameter.grad.to_dense()
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            parameter.grad = gradient.to_dense()
+        elif 0 in gradient.stride():
+            parameter.grad = gradient.contiguous()
 
 
 def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update) -> Limits:
