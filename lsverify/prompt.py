@@ -29,6 +29,7 @@ from lsverify.cache import (
     state_of,
     with_leaves,
 )
+from lsverify.continuation import mended
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
 from lsverify.tags import Tags, tags_of
@@ -43,13 +44,14 @@ def continue_from(
     `keep` tokens, [keep, V], and the cache, which now holds the state after all T tokens.
     """
     positions = torch.arange(start, start + len(tokens), device=tokens.device)
-    output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        cache=cache,
-        use_cache=True,
-        **keep_logits(model, keep),
-    )
+    with mended(model):
+        output = model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            cache=cache,
+            use_cache=True,
+            **keep_logits(model, keep),
+        )
     return output.logits[0, -keep:], cache
 
 
