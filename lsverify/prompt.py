@@ -30,6 +30,7 @@ from lsverify.cache import (
     with_leaves,
 )
 from lsverify.continuation import mended
+from lsverify.continuation.carriers import state_arguments
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
 from lsverify.tags import Tags, tags_of
@@ -48,8 +49,7 @@ def continue_from(
         output = model(
             input_ids=tokens[None],
             position_ids=positions[None],
-            cache=cache,
-            use_cache=True,
+            **state_arguments(unwrapped(model), cache),
             **keep_logits(model, keep),
         )
     return output.logits[0, -keep:], cache

@@ -169,7 +169,7 @@ def _zamba2() -> PreTrainedConfig:
         use_shared_attention_adapter=True,
         adapter_rank=4,
         use_mem_rope=True,
-        **_ATTENTION,
+        **(_ATTENTION | {"num_key_value_heads": 4}),
         **_COMMON,
     )
 
