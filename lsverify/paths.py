@@ -18,7 +18,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
@@ -123,13 +122,12 @@ def longstraw(
 ) -> StepResult:
     """The LongStraw step: capture, frozen scores, replay one response at a time, sweep (arXiv 2607.14952).
 
-    At most one chunk's or one branch's graph is alive at a time, whatever the group size. Prompts of equal content
-    are captured and swept once. Raises `InputError` for a malformed policy or a chunk below 1, `StalePromptState`
+    At most one chunk's or one branch's graph is alive at a time, whatever the group size; gradient checkpointing is
+    off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once. Raises `InputError` for a malformed policy or a chunk below 1, `StalePromptState`
     when the weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     _require_trainable(model)
-    _require_cache(model)
     plan = prepare(
         objective, problem, _scores(model, problem, objective, reference_model, policy, chunk)
     )
@@ -341,17 +339,6 @@ def _require_trainable(model: nn.Module) -> None:
         raise InputError(
             "no parameter of the model requires a gradient: unfreeze what should be trained"
         )
-
-
-def _require_cache(model: nn.Module) -> None:
-    """The library's checkpointed layers set their cache aside, and with it the prompt."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.training:
-            if module.gradient_checkpointing:
-                raise InputError(
-                    "gradient checkpointing drops the cache that a branch continues from: switch it off; one chunk's "
-                    "graph is alive at a time, so a smaller chunk saves as much"
-                )
 
 
 def _backward(loss: Tensor) -> None:

@@ -30,7 +30,7 @@ from lsverify.cache import (
     with_leaves,
 )
 from lsverify.continuation import mended
-from lsverify.continuation.carriers import state_arguments
+from lsverify.continuation.carriers import require_state, state_arguments
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
 from lsverify.tags import Tags, tags_of
@@ -149,7 +149,8 @@ def capture(
     """Evaluate prompt[:boundary] without autograd, `chunk` tokens at a time.
 
     prompt [P] int64. Incoming states are kept for the chunks that begin at `keep_from` or later, and one chunk begins
-    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1.
+    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1 and for a model that keeps
+    state out of its cache.
     """
     if chunk < 1:
         raise InputError(f"chunk {chunk} is not allowed: use 1 or more tokens")
@@ -159,6 +160,8 @@ def capture(
         before = map_state(cache, lambda _, tensor: tensor)
         with DecisionDigest() as decisions:
             _, cache = continue_from(model, prompt[start:end], cache, start, keep=1)
+        if start == 0:
+            require_state(unwrapped(model), cache)
         cache = compact(cache)
         if start >= keep_from:
             chunks.append(

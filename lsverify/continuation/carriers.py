@@ -1,4 +1,4 @@
-"""What carries a model's state, and under which argument the model takes it."""
+"""What carries a model's state, under which argument the model takes it, and whether it left its state there."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-from transformers.cache_utils import Cache, DynamicCache
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
-from lsverify.continuation import minimax, rwkv
+from lsverify.continuation import minimax, rwkv, xlstm
+from lsverify.errors import InputError
 
 # Model types that take no cache built from their config alone.
 _OWN: dict[str, Callable[[Any], Cache]] = {
     "minimax": minimax.empty_cache,
     "rwkv": rwkv.empty_cache,
+    "xlstm": xlstm.empty_cache,
 }
 
 
@@ -27,9 +29,41 @@ def empty_cache(config: Any) -> Cache:
 def state_arguments(model: nn.Module, cache: Cache) -> dict[str, Any]:
     """The arguments of `model`'s forward that make it continue from `cache` and leave the new state there.
 
-    model is the causal language model itself, without a wrapper.
+    model is the causal language model itself, without a wrapper. Raises `InputError` for one that takes no state.
     """
     known = inspect.signature(model.forward).parameters
     if "state" in known and "cache" not in known:
         return {"state": rwkv.states(model, cache), "use_cache": True}
+    named = inspect.Parameter.VAR_KEYWORD
+    if "cache" not in known and all(parameter.kind is not named for parameter in known.values()):
+        raise InputError(
+            f"{type(model).__name__} takes no cache, so nothing can continue from its prompt's state: "
+            "train it with full autograd"
+        )
     return {"cache": cache, "use_cache": True}
+
+
+def require_state(model: nn.Module, cache: Cache) -> None:
+    """Raise `InputError`, naming the layer, if a pass over tokens left a part of the model's state out of `cache`.
+
+    A model may take a cache and keep its state elsewhere; what is not in the cache would be missing from the prompt.
+    """
+    held = [_holds_a_tensor(layer) for layer in cache.layers]
+    forgotten = [
+        number
+        for number, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and not held[number]
+    ]
+    if any(held) and not forgotten:
+        return
+    where = f"the recurrent state of layer {forgotten[0]}" if forgotten else "any state"
+    raise InputError(
+        f"{type(model).__name__} does not leave {where} in its cache, so no response can continue from its prompt: "
+        "train it with full autograd"
+    )
+
+
+def _holds_a_tensor(layer: Any) -> bool:
+    fields = [*vars(layer).values()]
+    inner = [value for field in fields if isinstance(field, dict) for value in field.values()]
+    return any(isinstance(value, Tensor) and value.numel() for value in (*fields, *inner))
