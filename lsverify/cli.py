@@ -78,6 +78,9 @@ def gate(
     chunk: Annotated[
         int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
     ] = None,
+    branches: Annotated[
+        int | None, typer.Option(help="Responses per replay pass; 4 on smollm2-135m, else 1.")
+    ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for receipt.json.")] = None,
     junit: Annotated[Path | None, typer.Option(help="JUnit XML file.")] = None,
@@ -105,6 +108,7 @@ def gate(
         objective=objective,
         seed=seed,
         chunk=chunk,
+        branches=branches,
         lora=lora,
         quick=quick,
     )
