@@ -179,19 +179,18 @@ def _branch_logits(
     state: PromptState,
     leaves: dict[str, Tensor],
 ) -> list[Tensor]:
-    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right."""
+    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right.
+
+    Without a mask: no token sees what comes after it, and the state after the padding is used by nobody.
+    """
     boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
     branches = [problem.tokens(i)[boundary:-1] for i in together]
     if len(branches) == 1:
         cache = state.branch(leaves)
         return [continue_from(model, branches[0], cache, boundary, keep=lengths[0])[0]]
     tokens = pad_sequence(branches, batch_first=True)
-    ends = torch.tensor([boundary + len(branch) for branch in branches], device=tokens.device)
-    mask = torch.arange(boundary + tokens.shape[1], device=tokens.device) < ends[:, None]
     cache = state.branches(leaves, len(branches))
-    logits, _ = continue_from(
-        model, tokens, cache, boundary, keep=max(lengths), mask=None if mask.all() else mask.long()
-    )
+    logits, _ = continue_from(model, tokens, cache, boundary, keep=max(lengths))
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 

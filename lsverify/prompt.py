@@ -37,18 +37,13 @@ from lsverify.tags import Tags, tags_of
 
 
 def continue_from(
-    model: nn.Module,
-    tokens: Tensor,
-    cache: Cache,
-    start: int,
-    keep: int,
-    mask: Tensor | None = None,
+    model: nn.Module, tokens: Tensor, cache: Cache, start: int, keep: int
 ) -> tuple[Tensor, Cache]:
     """Continue a sequence from a state: the one primitive that capture, replay and sweep share.
 
     tokens [T] int64 are the next tokens, the first of them at position `start`; or [n, T], rows that go on from n
-    rows of state, with mask [n, start + T] where some are padded on the right. Returns the logits of the last `keep`
-    columns, [keep, V] or [n, keep, V], and the cache, which now holds the state after all T tokens.
+    rows of state. Returns the logits of the last `keep` columns, [keep, V] or [n, keep, V], and the cache, which now
+    holds the state after all T tokens.
     """
     rows = tokens if tokens.dim() == 2 else tokens[None]
     positions = torch.arange(start, start + rows.shape[1], device=tokens.device)
@@ -56,8 +51,7 @@ def continue_from(
         output = model(
             input_ids=rows,
             position_ids=positions.expand_as(rows),
-            **state_arguments(unwrapped(model), cache),
-            **({} if mask is None else {"attention_mask": mask}),
+            **state_arguments(unwrapped(model), cache, rows.shape[1]),
             **keep_logits(model, keep),
         )
     logits = output.logits[:, -keep:]

@@ -26,14 +26,14 @@ def empty_cache(config: Any) -> Cache:
     return own(config) if own else DynamicCache(config=config)
 
 
-def state_arguments(model: nn.Module, cache: Cache) -> dict[str, Any]:
-    """The arguments of `model`'s forward that make it continue from `cache` and leave the new state there.
+def state_arguments(model: nn.Module, cache: Cache, length: int) -> dict[str, Any]:
+    """The arguments with which `model`'s forward goes on for `length` tokens from `cache` and leaves its state there.
 
     model is the causal language model itself, without a wrapper. Raises `InputError` for one that takes no state.
     """
     known = inspect.signature(model.forward).parameters
     if "state" in known and "cache" not in known:
-        return {"state": rwkv.states(model, cache), "use_cache": True}
+        return {"state": rwkv.states(model, cache, length), "use_cache": True}
     named = inspect.Parameter.VAR_KEYWORD
     if "cache" not in known and all(parameter.kind is not named for parameter in known.values()):
         raise InputError(

@@ -26,15 +26,18 @@ def empty_cache(config: Any) -> Cache:
     )
 
 
-def states(model: nn.Module, cache: Cache) -> list[_ByLayer]:
-    """The model's `state=` argument, in the library's order, backed by `cache`."""
+def states(model: nn.Module, cache: Cache, length: int) -> list[_ByLayer]:
+    """The model's `state=` argument for a pass over `length` tokens, in the library's order, backed by `cache`."""
     config: Any = model.config
     weight: Tensor = model.get_input_embeddings().weight
     inputs = weight.new_zeros(1, config.hidden_size)
-    sums = weight.new_zeros(1, config.attention_hidden_size, dtype=torch.promote_types(weight.dtype, torch.float32))
-    shifts = [_ByLayer(cache, "conv_states", index, inputs) for index in (0, 1)]
+    precise = torch.promote_types(weight.dtype, torch.float32)
+    sums = weight.new_zeros(1, config.attention_hidden_size, dtype=precise)
+    # A single token is mixed with its predecessor as it is read, [b, width] against [b, 1, width]: right for one row.
+    single = length == 1
     return [
-        *shifts,
+        _ByLayer(cache, "conv_states", 0, inputs, single),
+        _ByLayer(cache, "conv_states", 1, inputs, single),
         _ByLayer(cache, "recurrent_states", 0, sums),
         _ByLayer(cache, "recurrent_states", 1, sums),
         _ByLayer(cache, "recurrent_states", 2, sums + _NOTHING),
@@ -43,16 +46,21 @@ def states(model: nn.Module, cache: Cache) -> list[_ByLayer]:
 
 @dataclass(frozen=True)
 class _ByLayer:
-    """A tensor [b, width, layers] as the library indexes it: `[:, :, layer]`, read or assigned."""
+    """A tensor [b, width, layers] as the library indexes it: `[:, :, layer]`, read or assigned.
+
+    Read as [b, width], or with a dimension for time as [b, 1, width].
+    """
 
     cache: Cache
     field: str
     index: int
     initial: Tensor
+    with_time: bool = False
 
     def __getitem__(self, where: tuple[slice, slice, int]) -> Tensor:
         found = self._of(where[2])[self.index]
-        return self.initial if found is None else found
+        state = self.initial if found is None else found
+        return state[:, None] if self.with_time else state
 
     def __setitem__(self, where: tuple[slice, slice, int], value: Tensor) -> None:
         self._of(where[2])[self.index] = value

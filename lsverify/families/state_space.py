@@ -27,6 +27,7 @@ from transformers import (
     RwkvConfig,
     Zamba2Config,
     ZambaConfig,
+    xLSTMConfig,
 )
 
 VOCABULARY = 97
@@ -266,6 +267,19 @@ def _rwkv() -> PreTrainedConfig:
     )
 
 
+def _xlstm() -> PreTrainedConfig:
+    """Matrix memories in two heads, in the mode that takes any length."""
+    return xLSTMConfig(
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_heads=2,
+        chunk_size=4,
+        ffn_round_up_to_multiple_of=8,
+        mode="inference",
+        **_COMMON,
+    )
+
+
 def _gemma3n() -> PreTrainedConfig:
     """The last two of four layers read keys that earlier ones wrote; a sliding window of 8; sparse activations."""
     return Gemma3nTextConfig(
@@ -318,6 +332,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "recurrent_gemma": _recurrent_gemma,
     "minimax": _minimax,
     "rwkv": _rwkv,
+    "xlstm": _xlstm,
     "gemma3n": _gemma3n,
     "gemma4": _gemma4,
 }
