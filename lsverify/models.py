@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,7 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
+    module: Any
     for module in model.modules():
         if hasattr(module, "decay_factors"):
             # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.

@@ -5,11 +5,11 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from small_steps import distance, gradients, problem_for, tokens
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
-from lsverify.adapters import attach
 from lsverify.cache import new_cache, state_of
 from lsverify.continuation import mended
 from lsverify.continuation.carriers import require_state, state_arguments
@@ -52,7 +52,7 @@ def steps(*shapes):
 
 
 SHORT, LONG = steps(
-    ((1, 2, 5, 14), (2, 1, 3, 1), (3, 1)),
+    ((1, 2, 12), (1, 2, 2), (3, 1)),
     ((66,), (1,), (1,)),
 )
 
@@ -61,11 +61,12 @@ SHORT, LONG = steps(
 @pytest.mark.parametrize("training", [True, False])
 def test_exact_is_full_autograd_at_every_chunk(family, name, training):
     model = family(name).train(training)
-    for shape, chunks in ((SHORT, (1, 2, 3, 7, 64) if training else (4,)), (LONG, (13, 64))):
+    chunks = {True: ((1, 3, 7, 64), (13,)), False: ((2,), (64,))}[training]
+    for shape, sizes in zip((SHORT, LONG), chunks, strict=True):
         problem = problem_for(model, UNCUT, **shape)
         expected = gradients(full_autograd, model, problem, UNCUT)
         assert sum(float(g.norm()) for g in expected.values() if g is not None) > 0
-        for chunk in chunks:
+        for chunk in sizes:
             found = gradients(longstraw, model, problem, UNCUT, chunk=chunk)
             assert distance(found, expected) <= 1e-12, (chunk, shape)
 
@@ -93,7 +94,9 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_part_of_the_state_is_in_the_cache_under_its_kind_and_moves_the_gradient(family, name):
+def test_every_part_of_the_state_is_in_the_cache_under_its_kind_and_moves_the_gradient(
+    family, name
+):
     """If one did not reach the response, the sweep could leave it out unnoticed."""
     model = family(name).eval()
     prompt = tokens(12)
@@ -128,10 +131,14 @@ def attributes(model):
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_outside_a_pass_from_a_state_every_module_is_the_librarys(family, name):
     model = family(name).train()
+    # The library, too, notes on a module that its mode has changed.
+    continue_from(model, tokens(3), new_cache(model.config), 0, keep=1)
     before = attributes(model)
-    with pytest.raises(ZeroDivisionError), mended(model):
+    with mended(model):
         during = attributes(model)
-        _ = 1 / 0
+    assert attributes(model) == before
+    with pytest.raises(IndexError), mended(model):
+        model(input_ids=torch.full((1, 2), 97))
     assert attributes(model) == before
     continue_from(model, tokens(3), new_cache(model.config), 0, keep=1)
     assert attributes(model) == before
@@ -139,13 +146,15 @@ def test_outside_a_pass_from_a_state_every_module_is_the_librarys(family, name):
     assert (during == before) == (name in untouched)
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba", "jamba", "mamba2", "recurrent_gemma", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["llama", "mamba", "jamba", "mamba2", "recurrent_gemma", "minimax"]
+)
 def test_gradient_checkpointing_may_be_on(name):
     model = built(name)
     with computing(model, "float64"):
         problem = problem_for(model, UNCUT, prompt_lengths=(9, 4))
         expected = gradients(full_autograd, model, problem, UNCUT)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
         switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
         assert distance(gradients(full_autograd, model, problem, UNCUT), expected) <= 1e-12
         assert distance(gradients(longstraw, model, problem, UNCUT, chunk=3), expected) <= 1e-12
@@ -153,9 +162,27 @@ def test_gradient_checkpointing_may_be_on(name):
     assert all(module.gradient_checkpointing for module in switched)
 
 
-@pytest.mark.parametrize("name", ["mamba", "jamba", "mamba2", "recurrent_gemma", "minimax", "rwkv"])
+ADAPTED = {
+    "mamba": ["in_proj", "x_proj"],
+    "jamba": ["in_proj", "x_proj", "out_proj", "q_proj"],
+    "mamba2": ["in_proj"],
+    "falcon_h1": ["in_proj", "v_proj"],
+    "recurrent_gemma": ["linear_x", "linear_y", "linear_out", "v_proj"],
+    "minimax": ["qkv_proj", "out_proj", "output_gate"],
+    "rwkv": ["key", "value", "receptance", "output"],
+}
+
+
+# peft calls a property that transformers is renaming.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("name", ADAPTED)
 def test_adapters_are_trained_like_under_full_autograd(name):
-    model = attach(built(name), seed=1)
+    """peft adapts neither out_proj of the Mamba families, whose weight their kernels read, nor their convolution."""
+    model = get_peft_model(built(name), LoraConfig(r=2, target_modules=ADAPTED[name]))
+    for key, parameter in sorted(model.named_parameters()):
+        if "lora_" in key:
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(key)))
+            parameter.data = 0.2 * noise.to(torch.float64)
     with computing(model, "float64"):
         problem = problem_for(model, UNCUT, **SHORT)
         expected = gradients(full_autograd, model, problem, UNCUT)
@@ -165,14 +192,24 @@ def test_adapters_are_trained_like_under_full_autograd(name):
     assert distance(found, expected) <= 1e-12
 
 
-@pytest.mark.parametrize("name", ["mamba", "zamba", "mamba2", "recurrent_gemma", "minimax", "rwkv", "xlstm"])
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.2)])
-def test_in_native_precision_only_rounding_separates_them(name, dtype, limit):
+NATIVE = [
+    (name, dtype)
+    for name in ("mamba", "zamba", "mamba2", "recurrent_gemma", "minimax", "rwkv", "xlstm")
+    for dtype in ("float32", "bfloat16")
+    # Its own uncached pass multiplies float32 with bfloat16 and fails from one chunk on.
+    if (name, dtype) != ("xlstm", "bfloat16")
+]
+# Twice what was measured at worst: 3.2e-6 and 2.7e-2.
+ROUNDING = {"float32": 7e-6, "bfloat16": 6e-2}
+
+
+@pytest.mark.parametrize(("name", "dtype"), NATIVE)
+def test_in_native_precision_only_rounding_separates_them(name, dtype):
     model = built(name, dtype)
     problem = problem_for(model, UNCUT, prompt_lengths=(9,), response_lengths=(3, 1))
     expected = gradients(full_autograd, model, problem, UNCUT)
     found = gradients(longstraw, model, problem, UNCUT, chunk=3)
-    assert distance(found, expected) <= limit
+    assert distance(found, expected) <= ROUNDING[dtype]
 
 
 class _Keepsake(nn.Module):

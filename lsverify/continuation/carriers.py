@@ -26,7 +26,7 @@ def empty_cache(config: Any) -> Cache:
     return own(config) if own else DynamicCache(config=config)
 
 
-def state_arguments(model: nn.Module, cache: Cache, length: int) -> dict[str, Any]:
+def state_arguments(model: Any, cache: Cache, length: int) -> dict[str, Any]:
     """The arguments with which `model`'s forward goes on for `length` tokens from `cache` and leaves its state there.
 
     model is the causal language model itself, without a wrapper. Raises `InputError` for one that takes no state.
@@ -40,6 +40,8 @@ def state_arguments(model: nn.Module, cache: Cache, length: int) -> dict[str, An
             f"{type(model).__name__} takes no cache, so nothing can continue from its prompt's state: "
             "train it with full autograd"
         )
+    if isinstance(cache, xlstm.MatrixMemoryCache):
+        cache.read_as = model.get_input_embeddings().weight.dtype
     return {"cache": cache, "use_cache": True}
 
 
@@ -66,4 +68,7 @@ def require_state(model: nn.Module, cache: Cache) -> None:
 def _holds_a_tensor(layer: Any) -> bool:
     fields = [*vars(layer).values()]
     inner = [value for field in fields if isinstance(field, dict) for value in field.values()]
-    return any(isinstance(value, Tensor) and value.numel() for value in (*fields, *inner))
+    return any(
+        isinstance(value, Tensor) and value.is_floating_point() and value.numel()
+        for value in (*fields, *inner)
+    )

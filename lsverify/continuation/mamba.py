@@ -29,7 +29,7 @@ _SCAN, _ONE_TOKEN = "mamba_selective_scan", "mamba_selective_state_update"
 
 def mended_forward(module: nn.Module, _: nn.Module) -> Callable[..., Any] | None:
     """The forward of a mixer that calls the selective scan, continuing from the state in its cache."""
-    return _Continued(module) if calls(type(module), _SCAN) else None
+    return _Continued(module) if calls(module, _SCAN) else None
 
 
 class _Continued:
@@ -126,6 +126,7 @@ def _one_token(scan: Callable[..., Any]) -> Callable[..., Any]:
             return_last_state=True,
         )
         state.copy_(last)
-        return y[..., 0].to(x.dtype)
+        result: Tensor = y[..., 0].to(x.dtype)
+        return result
 
     return continued

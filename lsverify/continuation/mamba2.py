@@ -22,7 +22,7 @@ _SCAN, _ONE_TOKEN = "mamba2_chunk_scan", "mamba2_selective_state_update"
 
 def mended_forward(module: nn.Module, _: nn.Module) -> Callable[..., Any] | None:
     """The forward of a mixer that calls the chunked scan, with one token scanned as a chunk."""
-    if not calls(type(module), _ONE_TOKEN):
+    if not calls(module, _ONE_TOKEN):
         return None
     limit = getattr(module, "time_step_limit", (0.0, math.inf))
     return forward_with(module, {_ONE_TOKEN: _one_token(function(module, _SCAN), tuple(limit))})

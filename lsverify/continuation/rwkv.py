@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 # The exponent of a state that has seen nothing: its weight against any key is exactly zero.
@@ -26,7 +26,7 @@ def empty_cache(config: Any) -> Cache:
     )
 
 
-def states(model: nn.Module, cache: Cache, length: int) -> list[_ByLayer]:
+def states(model: Any, cache: Cache, length: int) -> list[_ByLayer]:
     """The model's `state=` argument for a pass over `length` tokens, in the library's order, backed by `cache`."""
     config: Any = model.config
     weight: Tensor = model.get_input_embeddings().weight

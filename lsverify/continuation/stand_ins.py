@@ -15,10 +15,14 @@ from typing import Any
 from torch import nn
 
 
+def calls(module: nn.Module, name: str) -> bool:
+    """Whether the module's library forward calls a function by this name."""
+    return _calls(type(module).forward, name)
+
+
 @cache
-def calls(module_class: type[nn.Module], name: str) -> bool:
-    """Whether the forward of `module_class` calls a function of its module by this name."""
-    forward = inspect.unwrap(module_class.forward)
+def _calls(forward: Callable[..., Any], name: str) -> bool:
+    forward = inspect.unwrap(forward)
     return (
         isinstance(forward, FunctionType)
         and name in forward.__code__.co_names
