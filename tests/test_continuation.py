@@ -1,6 +1,8 @@
 """LongStraw's gradient = full autograd's where the library cannot continue from a state, or does it wrongly."""
 
 import functools
+import inspect
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -210,6 +212,31 @@ def test_in_native_precision_only_rounding_separates_them(name, dtype):
     expected = gradients(full_autograd, model, problem, UNCUT)
     found = gradients(longstraw, model, problem, UNCUT, chunk=3)
     assert distance(found, expected) <= ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "mamba", "mamba2"])
+def test_a_kernel_without_a_backward_pass_does_not_take_part(family, name, monkeypatch):
+    """As the library wraps one: the plain function stays behind it."""
+
+    def kernel_for(function):
+        @functools.wraps(inspect.unwrap(function))
+        def kernel(*args, **kwargs):
+            found = inspect.unwrap(function)(*args, **kwargs)
+            return tuple(t.detach() for t in found) if isinstance(found, tuple) else found.detach()
+
+        return kernel
+
+    model = family(name).train()
+    problem = problem_for(model, UNCUT, response_lengths=(1,))
+    expected = gradients(full_autograd, model, problem, UNCUT)
+    library = sys.modules[type(model).__module__]
+    replaced = 0
+    for step in ("causal_conv1d_update", "torch_recurrent_gated_delta_rule"):
+        if hasattr(library, step):
+            monkeypatch.setattr(library, step, kernel_for(getattr(library, step)))
+            replaced += 1
+    assert replaced
+    assert distance(gradients(longstraw, model, problem, UNCUT, chunk=1), expected) <= 1e-12
 
 
 class _Keepsake(nn.Module):

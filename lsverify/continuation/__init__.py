@@ -17,13 +17,15 @@ from typing import Any
 
 from torch import nn
 
-from lsverify.continuation import mamba, mamba2, recurrent_gemma
+from lsverify.continuation import decode_steps, mamba, mamba2, recurrent_gemma
 
-# Each gives the forward with which a module continues, or None for a module that is none of its business.
+# Each gives the forward with which a module continues, or None for a module that is none of its business; the first
+# that gives one decides.
 _MENDERS: tuple[Callable[[nn.Module, nn.Module], Callable[..., Any] | None], ...] = (
     mamba.mended_forward,
     mamba2.mended_forward,
     recurrent_gemma.mended_forward,
+    decode_steps.mended_forward,
 )
 
 
@@ -42,6 +44,7 @@ def mended(model: nn.Module) -> Iterator[None]:
             for forward_of in _MENDERS:
                 if (forward := forward_of(module, model)) is not None:
                     _swap(swapped, module, "forward", forward)
+                    break
         yield
     finally:
         for module, name, before in reversed(swapped):

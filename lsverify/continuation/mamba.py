@@ -4,13 +4,17 @@ Per channel d and state n, with step dt_t, decay rate A (negative) and input x_t
 
     h_t = exp(A dt_t) h_{t-1} + dt_t B_t x_t          y_t = C_t . h_t + D x_t
 
-is linear in the state it starts from: a scan from h_0 is the scan from zero, which is the library's, plus
+is linear in the state it starts from. With S_t = dt_1 + ... + dt_t, a scan from h_0 is the scan from zero, which is
+the library's, plus what is left of h_0; and the last state is a sum that needs no scan:
 
-    exp(A (dt_1 + ... + dt_t)) h_0                    and C_t times that.
+    y_t = y_t(from zero) + C_t . exp(A S_t) h_0
+    h_T = exp(A S_T) h_0 + sum_t exp(A (S_T - S_t)) dt_t B_t x_t
 
-Both factors are at most one, so the sum loses nothing. One token takes another function in the library, which writes
-the new state into the tensor it read the old one from and leaves autograd with a changed operand: here it is the same
-scan at length one.
+Every factor is at most one, so the sums lose nothing. The last state is taken from here even where the library gives
+one: the fast kernel that may stand behind its scan has no backward pass for it, and the sweep begins there.
+
+One token takes another function in the library, which writes the new state into the tensor it read the old one from
+and leaves autograd with a changed operand: here it is the same scan at length one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lsverify.continuation.stand_ins import argument, calls, forward_with, function
+from lsverify.continuation.stand_ins import argument, calls, forward_with, function, references
 
 _SCAN, _ONE_TOKEN = "mamba_selective_scan", "mamba_selective_state_update"
 
@@ -38,18 +42,25 @@ class _Continued:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = argument(self._mixer, "cache", args, kwargs)
-        state = None if cache is None else cache.get_recurrent_state(self._mixer.layer_idx)
-        if state is None:
-            return forward_with(self._mixer, {})(*args, **kwargs)
+        state = cache.get_recurrent_state(self._mixer.layer_idx)
         scan = function(self._mixer, _SCAN)
-        # A mixer of several heads scans them one after the other; its state is [b, heads, d, n].
-        starts = iter(state.unbind(1) if state.dim() == 4 else (state,))
-        stand_ins = {_SCAN: _scan_from(starts, scan), _ONE_TOKEN: _one_token(scan)}
+        stand_ins = references(self._mixer) | {
+            _SCAN: _scan_from(_by_head(state), scan),
+            _ONE_TOKEN: _one_token(scan),
+        }
         return forward_with(self._mixer, stand_ins)(*args, **kwargs)
 
 
-def _scan_from(starts: Iterator[Tensor], scan: Callable[..., Any]) -> Callable[..., Any]:
-    """The library's scan, each call of it from the next of `starts` [b, d, n].
+def _by_head(state: Tensor | None) -> Iterator[Tensor | None]:
+    """The states [b, d, n] that a mixer's scans start from; one of several heads scans them one after the other."""
+    if state is None:
+        while True:
+            yield None
+    yield from state.unbind(1) if state.dim() == 4 else (state,)
+
+
+def _scan_from(starts: Iterator[Tensor | None], scan: Callable[..., Any]) -> Callable[..., Any]:
+    """The library's scan, each call of it from the next of `starts` [b, d, n], None for zero.
 
     x, dt, z [b, d, T]; A [d, n]; B, C [b, n, T]; D, delta_bias [d]. Gives y [b, d, T] and the last state [b, d, n].
     """
@@ -67,34 +78,24 @@ def _scan_from(starts: Iterator[Tensor], scan: Callable[..., Any]) -> Callable[.
         return_last_state: bool = False,
         **options: Any,
     ) -> Any:
-        # The gate multiplies the whole of y, so it has to wait for the second part.
-        y, last = scan(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D=D,
-            delta_bias=delta_bias,
-            delta_softplus=delta_softplus,
-            return_last_state=True,
-            **options,
+        # The gate multiplies the whole of y, so it has to wait for what is left of the start.
+        y = scan(
+            x, dt, A, B, C, D=D, delta_bias=delta_bias, delta_softplus=delta_softplus, **options
         )
         step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
-        step = F.softplus(step) if delta_softplus else step
-        carried = _carried(next(starts), step.float(), A.float())
-        y = y + torch.einsum("bdnt,bnt->bdt", carried, C.to(carried.dtype)).to(y.dtype)
+        step = (F.softplus(step) if delta_softplus else step).float()
+        elapsed = step.cumsum(-1)
+        written = torch.exp(A.float()[:, :, None] * (elapsed[..., -1:] - elapsed)[:, :, None])
+        last = torch.einsum("bdnt,bdt,bnt->bdn", written, step * x.float(), B.float())
+        start = next(starts)
+        if start is not None:
+            left = torch.exp(A.float()[:, :, None] * elapsed[:, :, None]) * start[..., None]
+            y = y + torch.einsum("bdnt,bnt->bdt", left, C.to(left.dtype)).to(y.dtype)
+            last = last + left[..., -1]
         y = y if z is None else y * F.silu(z)
-        last = last + carried[..., -1].to(last.dtype)
         return (y, last) if return_last_state else y
 
     return continued
-
-
-def _carried(start: Tensor, step: Tensor, A: Tensor) -> Tensor:
-    """What is left of `start` [b, d, n] after each of the steps [b, d, T]: [b, d, n, T]."""
-    decay = torch.exp(A[None, :, :, None] * step.cumsum(-1)[:, :, None])
-    return decay * start[..., None]
 
 
 def _one_token(scan: Callable[..., Any]) -> Callable[..., Any]:

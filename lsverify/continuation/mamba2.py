@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lsverify.continuation.stand_ins import calls, forward_with, function
+from lsverify.continuation.stand_ins import calls, forward_with, function, references
 
 _SCAN, _ONE_TOKEN = "mamba2_chunk_scan", "mamba2_selective_state_update"
 
@@ -25,7 +25,8 @@ def mended_forward(module: nn.Module, _: nn.Module) -> Callable[..., Any] | None
     if not calls(module, _ONE_TOKEN):
         return None
     limit = getattr(module, "time_step_limit", (0.0, math.inf))
-    return forward_with(module, {_ONE_TOKEN: _one_token(function(module, _SCAN), tuple(limit))})
+    one_token = _one_token(function(module, _SCAN), tuple(limit))
+    return forward_with(module, references(module) | {_ONE_TOKEN: one_token})
 
 
 def _one_token(scan: Callable[..., Any], dt_limit: tuple[float, float]) -> Callable[..., Any]:

@@ -14,6 +14,13 @@ from typing import Any
 
 from torch import nn
 
+# The functions for one token in the library's convolutions and delta nets.
+_DECODE_STEPS = (
+    "causal_conv1d_update",
+    "torch_recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
+)
+
 
 def calls(module: nn.Module, name: str) -> bool:
     """Whether the module's library forward calls a function by this name."""
@@ -34,6 +41,19 @@ def function(module: nn.Module, name: str) -> Callable[..., Any]:
     """The function that the module's forward finds under `name`."""
     found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
     return found
+
+
+def references(module: nn.Module) -> dict[str, Callable[..., Any]]:
+    """The library's plain versions of the decode steps that the module's forward calls.
+
+    Where the packages are installed the library puts fused kernels in their place, and those have no backward pass: a
+    branch of one token would lose its gradient.
+    """
+    return {
+        name: inspect.unwrap(function(module, name))
+        for name in _DECODE_STEPS
+        if calls(module, name)
+    }
 
 
 def forward_with(
