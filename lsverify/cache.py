@@ -20,11 +20,12 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
-    DynamicCache,
     DynamicIndexedLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+
+from lsverify.continuation.carriers import empty_cache
 
 KINDS = ("attention", "sliding", "latent", "index", "conv", "recurrent")
 
@@ -102,7 +103,7 @@ def _assigning(layer_class: type) -> type:
 
 def new_cache(config: Any) -> Cache:
     """An empty cache for a model of this config; every layer of it is functional."""
-    cache = DynamicCache(config=config)
+    cache = empty_cache(config)
     latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
     layers: list[Any] = cache.layers
     for layer in layers:

@@ -58,6 +58,9 @@ class ChoiceMode(TorchFunctionMode):
 
     def _ask(self, scores: Tensor, chosen: Tensor) -> Tensor | None:
         rows, picks = scores.shape[-1], chosen.shape[-1]
+        if not chosen.numel():
+            # The best of no candidates, as compressed keys are at a first token: nothing was decided.
+            return None
         other = self.seen(scores.detach().reshape(-1, rows), chosen.reshape(-1, picks))
         return None if other is None else other.reshape(chosen.shape)
 

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +111,13 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.
+            names = ("query_decay", "key_decay", "diagonal_decay")
+            for name, value in zip(names, module.decay_factors(module.slope_rate), strict=True):
+                module.get_buffer(name).copy_(value)
 
 
 def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
@@ -119,6 +127,9 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
         # Decay rates from 0.01 to 1 a token: some heads of the delta net remember a hundred tokens, some one.
         uniform: Tensor = torch.special.erf(noise / math.sqrt(2.0))
         return math.log(0.1) + math.log(10.0) * uniform
+    if leaf == "slope_rate":
+        # Lightning attention's decay: positive, and a ladder over heads and layers.
+        return tensor.to(torch.float64) * torch.exp(0.2 * noise)
     if leaf == "dt_bias":
         return 0.5 * noise
     if leaf == "e_score_correction_bias":
