@@ -10,26 +10,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    GlmMoeDsaConfig,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen3_5TextConfig,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from lsverify import pretrained
 from lsverify.errors import InputError
+from lsverify.families import TINY
+from lsverify.families.sizes import VOCABULARY
 from lsverify.precision import weight_dtype
 
-VOCABULARY = 97
 ATTENTION = ("sdpa", "eager")
 
 
@@ -133,109 +125,4 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
     return noise / math.sqrt(tensor.shape[-1])
 
 
-def _llama() -> PreTrainedConfig:
-    """Grouped-query attention: 4 query heads on 2 key heads; untied embeddings."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _mistral() -> PreTrainedConfig:
-    """Sliding-window attention with a window of 8 tokens, which all but the shortest prompts exceed."""
-    return MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _qwen3_5() -> PreTrainedConfig:
-    """Gated delta net and full attention 3:1, twice as many value heads as key heads, kernel-4 convolution."""
-    return Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_conv_kernel_dim=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=12,
-        linear_value_head_dim=8,
-        max_position_embeddings=8192,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _glm_moe_dsa() -> PreTrainedConfig:
-    """MLA latents, sparse attention on the 8 best keys, one dense layer and three of 8 experts.
-
-    Layers 0 and 2 run an indexer, 1 and 3 share the selection before them. The indexer has 32 heads, as in the family:
-    its scores are sums of ReLUs, and with few heads exact ties at zero are common (with 8, at a third of all prompts
-    of 200 tokens), which top-k breaks by the width it sees.
-    """
-    return GlmMoeDsaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-        indexer_types=["full", "shared", "full", "shared"],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        index_n_heads=32,
-        index_head_dim=16,
-        index_topk=8,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-# A padding id would zero its embedding row's gradient, and no token of a tiny vocabulary is special.
-_SPECIAL: dict[str, None] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
-TINY: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen3_5": _qwen3_5,
-    "glm_moe_dsa": _glm_moe_dsa,
-}
+__all__ = ["ATTENTION", "TINY", "VOCABULARY", "build", "redraw", "tiny", "unknown"]
