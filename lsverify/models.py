@@ -14,7 +14,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from lsverify import pretrained
 from lsverify.errors import InputError
@@ -77,13 +82,22 @@ def tiny(
     # The library initialises from the global generator, whatever is drawn over it afterwards.
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
+            config, dtype=torch.float32, attn_implementation=implementation(config, attention)
         )
     # The grouped matrix product, the library's choice for experts, refuses float64.
     model.config._experts_implementation = "eager"
     pretrained.cast(model, dtype)
     redraw(model, torch.Generator().manual_seed(seed))
     return model.train()
+
+
+def implementation(config: PreTrainedConfig, attention: str) -> str:
+    """The library's attention to use for `config`: `attention`, or eager where its class has no other.
+
+    Attention sinks and compressed keys have no fused kernel on the CPU.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return attention if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 @torch.no_grad()
@@ -99,9 +113,22 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
     }
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, tensor in sorted(tensors.items()):
+        if not tensor.is_floating_point():
+            tensor.copy_(_chosen(name, tensor, model, generator))
+            continue
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
+
+
+def _chosen(name: str, tensor: Tensor, model: nn.Module, generator: torch.Generator) -> Tensor:
+    """A value for an integer buffer: a table from tokens [V] to k experts gets k different ones for each token."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf != "tid2eid":
+        return tensor
+    experts = model.get_submodule(owner).num_experts
+    scores = torch.rand(len(tensor), int(experts), generator=generator)
+    return scores.argsort(dim=-1)[:, : tensor.shape[1]]
 
 
 def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
