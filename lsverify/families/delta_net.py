@@ -39,7 +39,9 @@ _THREE_POSITIONS: dict[str, Any] = _HALF_ROTARY | {"mrope_section": [2, 1, 1]}
 
 def _qwen3_5() -> PreTrainedConfig:
     """Gated delta net and full attention 3:1, twice as many value heads as key heads, kernel-4 convolution."""
-    return Qwen3_5TextConfig(**GROUPED, **_DELTA_NET, rope_parameters=dict(_THREE_POSITIONS), **SHARED)
+    return Qwen3_5TextConfig(
+        **GROUPED, **_DELTA_NET, rope_parameters=dict(_THREE_POSITIONS), **SHARED
+    )
 
 
 def _qwen3_5_moe() -> PreTrainedConfig:
