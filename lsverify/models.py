@@ -8,9 +8,11 @@ float64 and rounded once, so a float32 model is the rounded float64 model of the
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +23,16 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lsverify import pretrained
+from lsverify import pretrained, shrink
+from lsverify.continuable import require_continuable
 from lsverify.errors import InputError
 from lsverify.families import TINY
 from lsverify.families.sizes import VOCABULARY
-from lsverify.precision import weight_dtype
+from lsverify.precision import computing, weight_dtype
 
 ATTENTION = ("sdpa", "eager")
+# A type that no rule makes small is refused before it fills the memory.
+MOST_PARAMETERS = 3_000_000
 
 
 def build(
@@ -58,6 +63,8 @@ def build(
         model = pretrained.smollm2(dtype=dtype, attention=attention)
     elif Path(arch).is_dir():
         model = pretrained.load(arch, dtype=dtype, attention=attention)
+    elif arch in shrink.model_types():
+        model = small(arch, seed=seed, dtype=dtype, attention=attention)
     else:
         raise unknown(arch)
     if lora:
@@ -71,17 +78,59 @@ def unknown(arch: str) -> InputError:
     """The error for a name that `build` does not know."""
     return InputError(
         f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
-        f"{pretrained.SMOLLM2}, or a local folder with config.json and safetensors weights"
+        f"{pretrained.SMOLLM2}, a local folder with config.json and safetensors weights, or a model type of "
+        "transformers (lsverify archs lists them)"
     )
 
 
+def small(
+    model_type: str, *, seed: int, dtype: str, attention: str = "sdpa"
+) -> PreTrainedModel:
+    """A model of any type that the library lists as a causal language model, at small sizes.
+
+    Raises `InputError`, one line, for a type that cannot be built small or cannot be continued from a state.
+    """
+    require_usable(model_type)
+    config, model_class = shrink.shrunk(model_type)
+    return tiny(config, seed=seed, dtype=dtype, attention=attention, model_class=model_class)
+
+
+@functools.cache
+def require_usable(model_type: str) -> None:
+    """Raises `InputError`, one line, for a type that cannot be built small or cannot be continued from a state."""
+    config, model_class = shrink.shrunk(model_type)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+    except Exception as error:  # whatever a model's own code raises on sizes it was not written for
+        raise shrink.cannot(model_type, "it cannot be built small", error) from error
+    if (count := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
+        name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+        raise shrink.cannot(
+            model_type,
+            f"it stays large, with {count:,} parameters, {name} {tuple(largest.shape)} the largest of them",
+        )
+    try:
+        model = tiny(config, seed=0, dtype="float64", model_class=model_class)
+    except Exception as error:
+        raise shrink.cannot(model_type, "it cannot be built small", error) from error
+    with computing(model, "float64"):
+        require_continuable(model, name=f"model type {model_type!r}", vocabulary=VOCABULARY)
+
+
 def tiny(
-    config: PreTrainedConfig, *, seed: int, dtype: str, attention: str = "sdpa"
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: str,
+    attention: str = "sdpa",
+    model_class: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """A model of `config` with every value drawn from `seed`, on the CPU, in train()."""
     # The library initialises from the global generator, whatever is drawn over it afterwards.
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
+        make = getattr(model_class, "from_config", None) or model_class._from_config
+        model: PreTrainedModel = make(
             config, dtype=torch.float32, attn_implementation=implementation(config, attention)
         )
     # The grouped matrix product, the library's choice for experts, refuses float64.
