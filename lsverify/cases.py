@@ -118,12 +118,17 @@ def group_sizes(case: CaseConfig) -> tuple[int, ...]:
 
 
 def require_known(arch: str) -> None:
-    """Raises `InputError` for what is neither a tiny architecture, nor the pretrained one, nor a folder."""
-    if arch not in (*DEFAULT_ARCHS, SMOLLM2) and not Path(arch).is_dir():
-        from lsverify.models import TINY, unknown
+    """Raises `InputError` for what `lsverify.models.build` does not know, or a model type that it cannot build."""
+    if arch in (*DEFAULT_ARCHS, SMOLLM2) or Path(arch).is_dir():
+        return
+    from lsverify import models
+    from lsverify.shrink import model_types
 
-        if arch not in TINY:
-            raise unknown(arch)
+    if arch in models.TINY:
+        return
+    if arch not in model_types():
+        raise models.unknown(arch)
+    models.require_usable(arch)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:

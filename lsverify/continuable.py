@@ -69,13 +69,23 @@ def _uncached(model: nn.Module, tokens: Tensor, name: str) -> Values:
 
 
 def _refuse_what_sees_ahead(model: nn.Module, tokens: Tensor, whole: Values, name: str) -> None:
-    shorter = _uncached(model, tokens[:BOUNDARY], name)
-    for layer, value in shorter.items():
-        if not _close(value, whole[layer][:BOUNDARY]):
-            raise InputError(
-                f"{name}: it is not causal: {layer} changes at the first {BOUNDARY} tokens when {LENGTH - BOUNDARY} "
-                "more follow, so responses cannot share a prompt; train it with full autograd"
-            )
+    """Hold the prompt's values to those before another response, and to those of the prompt alone."""
+    other = tokens.clone()
+    other[BOUNDARY:] = tokens[BOUNDARY:].flip(0).roll(1)
+    for text, why in (
+        (other, "it is not causal: {} changes at the first {} tokens with what follows them"),
+        (
+            tokens[:BOUNDARY],
+            "{} changes at the first {} tokens with the number that follow (ties in a choice, or a table for the "
+            "total length)",
+        ),
+    ):
+        for layer, value in _uncached(model, text, name).items():
+            if not _close(value[:BOUNDARY], whole[layer][:BOUNDARY]):
+                raise InputError(
+                    f"{name}: {why.format(layer, BOUNDARY)}, so responses cannot share a prompt; train it with full "
+                    "autograd"
+                )
 
 
 def _refuse_wrong_continuation(
@@ -110,6 +120,8 @@ def _refuse_wrong_continuation(
 
 def _compare(found: Values, whole: Values, cache: Any, end: int, what: str) -> None:
     for layer, value in found.items():
+        if layer not in whole:
+            continue
         expected = whole[layer][BOUNDARY:end]
         if value.shape != expected.shape or not _close(value, expected):
             number = layer.rpartition(".")[2]
@@ -191,6 +203,7 @@ def _values(model: nn.Module, tokens: Tensor) -> Values:
             use_cache=False,
             **keep_logits(model, tokens.shape[1]),
         )
+    found = {n: value for n, value in found.items() if len(value) == tokens.shape[1]}
     logits = getattr(output, "logits", None)
     return found | ({"logits": logits[0]} if isinstance(logits, Tensor) else {})
 

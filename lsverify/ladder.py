@@ -13,7 +13,7 @@ from lsverify.accounting import account
 from lsverify.cases import load_candidate
 from lsverify.compare import Comparison, Limits
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
-from lsverify.models import TINY
+from lsverify.models import is_small
 from lsverify.objective import Objective
 from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
 from lsverify.oracles import check_objective
@@ -37,7 +37,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     """
     path = path_of(config)
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
-    one_thread = threads(1 if config.arch in TINY else None)
+    one_thread = threads(1 if is_small(config.arch) else None)
     with referee.setting.computing(), one_thread, no_silent_exit():
         return _judged(config, path, referee)
 

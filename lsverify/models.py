@@ -74,6 +74,11 @@ def build(
     return model.train(train)
 
 
+def is_small(arch: str) -> bool:
+    """Whether `build` makes a model of a few thousand numbers of this name, rather than read one from disk."""
+    return arch in TINY or not (arch == pretrained.SMOLLM2 or Path(arch).is_dir())
+
+
 def unknown(arch: str) -> InputError:
     """The error for a name that `build` does not know."""
     return InputError(
@@ -83,9 +88,7 @@ def unknown(arch: str) -> InputError:
     )
 
 
-def small(
-    model_type: str, *, seed: int, dtype: str, attention: str = "sdpa"
-) -> PreTrainedModel:
+def small(model_type: str, *, seed: int, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
     """A model of any type that the library lists as a causal language model, at small sizes.
 
     Raises `InputError`, one line, for a type that cannot be built small or cannot be continued from a state.
@@ -168,6 +171,12 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
+    for module in model.modules():
+        if hasattr(module, "decay_factors"):
+            # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.
+            names = ("query_decay", "key_decay", "diagonal_decay")
+            for name, value in zip(names, module.decay_factors(module.slope_rate), strict=True):
+                module.get_buffer(name).copy_(value)
 
 
 def _chosen(name: str, tensor: Tensor, model: nn.Module, generator: torch.Generator) -> Tensor:
@@ -187,6 +196,9 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
         # Decay rates from 0.01 to 1 a token: some heads of the delta net remember a hundred tokens, some one.
         uniform: Tensor = torch.special.erf(noise / math.sqrt(2.0))
         return math.log(0.1) + math.log(10.0) * uniform
+    if leaf == "slope_rate":
+        # Lightning attention's decay: positive, and a ladder over heads and layers.
+        return tensor.to(torch.float64) * torch.exp(0.2 * noise)
     if leaf == "dt_bias":
         return 0.5 * noise
     if leaf == "e_score_correction_bias":

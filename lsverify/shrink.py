@@ -38,7 +38,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE}},
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {
             "hidden_size": WIDTH,
             "ffn_hidden_size": 32,
@@ -46,6 +46,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "moe_top_k": 2,
         },
     },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 4,
@@ -57,11 +58,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 32},
     "gemma4_unified_text": {"global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"]
-    },
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "prophetnet": {"pad_token_id": 1},
     "qwen4_exp_text": {
         "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
@@ -69,13 +70,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "reformer": {"axial_pos_embds_dim": (16, 48), "axial_pos_shape": (32, 64)},
+    "reformer": {"axial_pos_embds": False},
     "roc_bert": {
         "shape_vocab_size": VOCABULARY,
         "shape_embed_dim": 16,
         "pronunciation_vocab_size": VOCABULARY,
         "pronunciation_embed_dim": 16,
     },
+    "xlm": {"pad_token_id": 1, "causal": True},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD_DIM},
 }
 
 
@@ -129,7 +133,10 @@ def small_values(default: PreTrainedConfig) -> dict[str, Any]:
     layers = _layers(default, given)
     values: dict[str, Any] = {}
     for name, value in given.items():
-        small = _small(name, value, default)
+        if isinstance(value, PreTrainedConfig):
+            small: Any = small_values(value)
+        else:
+            small = _small(name, value, default)
         if small is not value:
             values[name] = small
     values |= _per_layer(given, layers, default)
@@ -287,7 +294,10 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"head_dim", _head_dim),
     (r"qk_rope_head_dim", 8),
     (r"qk_head_dim", HEAD_DIM + 8),
-    (r"(swa|global|index|v|qk_nope|linear|linear_key|linear_value|mamba|attention)_head_dim", HEAD_DIM),
+    (
+        r"(swa|global|index|v|qk_nope|linear|linear_key|linear_value|mamba|attention)_head_dim",
+        HEAD_DIM,
+    ),
     (r"dim_head|d_head|kv_channels|attention_head_size|mamba_d_head|mamba_headdim", HEAD_DIM),
     (r"q_lora_rank", 24),
     (r"time_step_rank|mamba_dt_rank", 4),
@@ -301,6 +311,10 @@ _RULES: tuple[tuple[str, Any], ...] = (
     (r"(attention_|local_)?(sliding_)?window(_size)?|attention_chunk_size|local_attention", 8),
     (r"rel_extent|(mamba_)?chunk_size|block_size|attention_window_size", 8),
     (r"(ssm_)?state_size|mamba_d_state", 8),
+    (r"rotary_dim", HEAD_DIM // 2),
+    (r"(nemo_conv|ext_pw_out|depthwise_separable_out)_channels?", 16),
+    (r"encoder_hash_byte_group_vocab", VOCABULARY),
+    (r"hidden_size_global|encoder_cross_output_size", WIDTH),
     (r"router_hidden_size", 16),
     (r"(max|n)_position(s|_embeddings)|max_seq_len|context_length|n_ctx", _at_most(2048)),
     (r".*(dropout|pdrop|layerdrop|drop_prob|dropout_p|jitter).*", lambda value, _: 0.0 * value),
