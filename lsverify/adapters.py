@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lsverify.errors import InputError
 
@@ -51,7 +52,8 @@ def targets(model: PreTrainedModel) -> list[str]:
     """The full names of the linear layers that carry an adapter, in the order of the model.
 
     In a model whose experts are fused into one tensor these are the attention projections only: peft redirects a
-    target named gate_proj, up_proj or down_proj there, wherever it is, to the fused experts.
+    target named gate_proj, up_proj or down_proj there, wherever it is, to the fused experts. Subclasses of a linear
+    layer are left out, since an adapter beside them would not do what they do.
     """
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     fused = any(p.ndim == 3 and id(p) not in convolutions for p in model.parameters())
@@ -60,7 +62,7 @@ def targets(model: PreTrainedModel) -> list[str]:
     found = []
     for name, module in model.named_modules():
         *parents, leaf = name.split(".")
-        if isinstance(module, nn.Linear) and module is not head:
+        if type(module) in (nn.Linear, Conv1D) and module is not head:
             if leaf not in left_out and "indexer" not in parents:
                 found.append(name)
     return found

@@ -45,6 +45,8 @@ class Options:
     seed: int = 0
     chunk: int | None = None
     lora: bool = False
+    quantised: bool = False
+    tied: bool = False
     quick: bool = False
 
     def cases(self) -> list[CaseConfig]:
@@ -63,6 +65,10 @@ class Options:
         _one_of("reference", self.reference, REFERENCES)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
         _one_of("objective", self.objective, tuple(PRESETS))
+        if self.quantised and not self.lora:
+            raise InputError(
+                "quantised needs lora: a 4-bit base is frozen, so only adapters over it train"
+            )
         # A candidate claims what it declares; only a policy that the user names is a claim made for it.
         default = (None,) if self.candidate else DEFAULT_POLICIES
         policies: tuple[str | None, ...] = self.policies or default
@@ -93,6 +99,8 @@ class Options:
             "objective": self.objective,
             "seed": self.seed,
             "lora": self.lora,
+            "quantised": self.quantised,
+            "tied": self.tied,
             "require": self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
         }
         try:

@@ -79,6 +79,12 @@ def gate(
         int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
+    quantised: Annotated[
+        bool, typer.Option("--quantised", help="With --lora: over a base rounded to NF4.")
+    ] = False,
+    tied: Annotated[
+        bool, typer.Option("--tied", help="Tie the head of a small model to its embedding.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for receipt.json.")] = None,
     junit: Annotated[Path | None, typer.Option(help="JUnit XML file.")] = None,
     as_json: Annotated[
@@ -106,6 +112,8 @@ def gate(
         seed=seed,
         chunk=chunk,
         lora=lora,
+        quantised=quantised,
+        tied=tied,
         quick=quick,
     )
     command = tuple(context.obj)
@@ -194,6 +202,58 @@ def inventory(
     else:
         show(rows)
     return 0
+
+
+@app.command()
+def archs(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Only these families and model types.")
+    ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Judge them now, and write archs.json and archs.md.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for what --prove writes.")] = Path("."),
+    seconds: Annotated[int, typer.Option(help="Time limit for each name under --prove.")] = 180,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcomes as JSON.")] = False,
+) -> int:
+    """List every family and model type, and what is proven of each."""
+    from lsverify import archs as architectures
+    from lsverify import report
+
+    outcomes = _proved(tuple(names or ()), out, seconds) if prove else architectures.recorded()
+    if names:
+        known = {o.name: o for o in outcomes.outcomes}
+        if missing := [name for name in names if name not in known]:
+            raise InputError(f"{missing[0]!r} is neither a family nor a model type with an outcome")
+        outcomes = outcomes.model_copy(update={"outcomes": tuple(known[n] for n in names)})
+    if as_json:
+        typer.echo(outcomes.model_dump_json(indent=1))
+    else:
+        architectures.show(outcomes, report.wide_console())
+    return 1 if outcomes.count("failed") + outcomes.count("error") else 0
+
+
+def _proved(names: tuple[str, ...], out: Path, seconds: int) -> Any:
+    """Outcomes made now; those of other names are kept where the folder has them."""
+    from lsverify import archs as architectures
+    from lsverify import evidence, report
+
+    known = architectures.names()
+    if unknown := [name for name in names if name not in known]:
+        raise InputError(
+            f"{unknown[0]!r} is neither a family nor a model type: lsverify archs lists both"
+        )
+    evidence.check_folder(out)
+    notes = report.wide_console(stderr=True)
+
+    def progress(found: Any) -> None:
+        line = f"{found.name:28} {found.outcome:8} {report.number(found.rel_l2):8} {found.line}"
+        notes.print(line, highlight=False, markup=False)
+
+    found = architectures.prove(names or known, seconds=seconds, progress=progress)
+    outcomes = architectures.merged(architectures.in_folder(out), found)
+    architectures.write(outcomes, out)
+    return outcomes
 
 
 @app.command()

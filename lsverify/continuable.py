@@ -144,10 +144,15 @@ def _refuse_cut_graph(model: nn.Module, tokens: Tensor, name: str) -> None:
     leaves = leaves_of(state.cache)
     before = {path: tensor.clone() for path, tensor in by_path(state.cache).items()}
     try:
-        logits, _ = continue_from(
-            model, tokens[BOUNDARY:], with_leaves(state.cache, leaves), BOUNDARY, LENGTH - BOUNDARY
-        )
-        logits.square().sum().backward()
+        for end in (LENGTH, BOUNDARY + 1):
+            logits, _ = continue_from(
+                model,
+                tokens[BOUNDARY:end],
+                with_leaves(state.cache, leaves),
+                BOUNDARY,
+                end - BOUNDARY,
+            )
+            logits.square().sum().backward()
     except Exception as error:
         raise InputError(
             f"{name}: no gradient comes back through the state: {_said(error)}"

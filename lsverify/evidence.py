@@ -125,6 +125,8 @@ class CaseConfig(_Record):
     seed: int = Field(default=0, ge=0, lt=2**53)
     chunk: int = Field(default=8, ge=1)
     lora: bool = False
+    quantised: bool = False
+    tied: bool = False
     training: bool = True
     require: RungName = RUNGS[-1]
 

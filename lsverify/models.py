@@ -29,6 +29,7 @@ from lsverify.errors import InputError
 from lsverify.families import TINY
 from lsverify.families.sizes import VOCABULARY
 from lsverify.precision import computing, weight_dtype
+from lsverify.quantise import quantise
 
 ATTENTION = ("sdpa", "eager")
 # A type that no rule makes small is refused before it fills the memory.
@@ -41,32 +42,44 @@ def build(
     seed: int,
     dtype: str = "float64",
     lora: bool = False,
+    quantised: bool = False,
+    tied: bool = False,
     train: bool = True,
     attention: str = "sdpa",
 ) -> PreTrainedModel:
-    """A causal language model that a path can train: the tiny `arch`, a local folder, or `smollm2-135m`.
+    """A causal language model that a path can train.
+
+    `arch` is a tiny family, `smollm2-135m`, a local folder, or any model type that the library lists as a causal
+    language model (see `lsverify.shrink`), looked up in this order.
 
     `seed` decides every value of a tiny model and, with `lora`, of the adapters; it leaves the global random state
     alone. `dtype` is a precision of `lsverify.precision`: float64 and float32 hold for every parameter and buffer;
     bfloat16 leaves in float32 what the library keeps there; bfloat16-autocast has float32 weights. `lora` freezes the
-    model under peft adapters (see `lsverify.adapters`); the model returned is then peft's wrapper. `train` chooses
-    train() or eval(); every dropout is zero in both. `attention` is the library's implementation, sdpa or eager.
+    model under peft adapters (see `lsverify.adapters`); the model returned is then peft's wrapper. `quantised` rounds
+    the base under them to NF4 (see `lsverify.quantise`). `tied` ties the head of a small model to its embedding.
+    `train` chooses train() or eval(); every dropout is zero in both. `attention` is the library's implementation,
+    sdpa or eager; eager where a model has no other.
 
-    Raises `InputError` for an unknown name or dtype, and for a folder that cannot be used.
+    Raises `InputError` for an unknown name or dtype, a folder that cannot be used, a type that cannot be built small
+    or continued from a state, `quantised` without `lora`, and `tied` where the head is what it is.
     """
     weight_dtype(dtype)
     if attention not in ATTENTION:
         raise InputError(f"attention {attention!r} is not known: use one of {', '.join(ATTENTION)}")
-    if arch in TINY:
-        model = tiny(TINY[arch](), seed=seed, dtype=dtype, attention=attention)
+    if quantised and not lora:
+        raise InputError(
+            "quantised needs lora: a 4-bit base is frozen, so only adapters over it train"
+        )
+    if is_small(arch):
+        model = _small(arch, seed=seed, dtype=dtype, attention=attention, tied=tied)
+    elif tied:
+        raise InputError(f"tied is for small models: {arch} has the head it was trained with")
     elif arch == pretrained.SMOLLM2:
         model = pretrained.smollm2(dtype=dtype, attention=attention)
-    elif Path(arch).is_dir():
-        model = pretrained.load(arch, dtype=dtype, attention=attention)
-    elif arch in shrink.model_types():
-        model = small(arch, seed=seed, dtype=dtype, attention=attention)
     else:
-        raise unknown(arch)
+        model = pretrained.load(arch, dtype=dtype, attention=attention)
+    if quantised:
+        quantise(model)
     if lora:
         from lsverify.adapters import attach
 
@@ -88,14 +101,21 @@ def unknown(arch: str) -> InputError:
     )
 
 
-def small(model_type: str, *, seed: int, dtype: str, attention: str = "sdpa") -> PreTrainedModel:
-    """A model of any type that the library lists as a causal language model, at small sizes.
-
-    Raises `InputError`, one line, for a type that cannot be built small or cannot be continued from a state.
-    """
-    require_usable(model_type)
-    config, model_class = shrink.shrunk(model_type)
-    return tiny(config, seed=seed, dtype=dtype, attention=attention, model_class=model_class)
+def _small(arch: str, *, seed: int, dtype: str, attention: str, tied: bool) -> PreTrainedModel:
+    """A model of a tiny family, or of a type shrunk by rule."""
+    model_class: Any = AutoModelForCausalLM
+    if arch in TINY:
+        config = TINY[arch]()
+    elif arch in shrink.model_types():
+        require_usable(arch)
+        config, model_class = shrink.shrunk(arch)
+    else:
+        raise unknown(arch)
+    config.tie_word_embeddings = tied or config.tie_word_embeddings
+    model = tiny(config, seed=seed, dtype=dtype, attention=attention, model_class=model_class)
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise InputError(f"tied is not for {arch}: its head cannot be tied to its embedding")
+    return model
 
 
 @functools.cache
@@ -207,8 +227,11 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
         # A router's scores must differ clearly: top-k margins then stand far above the rounding floor.
         return 2.0 * noise / math.sqrt(tensor.shape[-1])
     if tensor.ndim < 2:
-        centre = torch.zeros_like(noise) if leaf == "bias" else tensor.to(torch.float64).mean()
-        return centre + (0.1 if leaf == "bias" else 0.2) * noise
+        if leaf == "bias":
+            return 0.1 * noise
+        # Around one for a norm, around zero for a norm that adds one; a small scale stays as small as it is.
+        centre = tensor.to(torch.float64).mean()
+        return centre + 0.2 * (min(abs(float(centre)), 1.0) or 1.0) * noise
     # Fused experts are [experts, out, in]; a depthwise convolution is [channels, 1, kernel]: both end in the fan-in.
     return noise / math.sqrt(tensor.shape[-1])
 

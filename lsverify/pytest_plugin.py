@@ -40,6 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lsv-seed", type=int, default=0)
     group.addoption("--lsv-chunk", type=int)
     group.addoption("--lsv-lora", action="store_true", help="train adapters only")
+    group.addoption("--lsv-quantised", action="store_true", help="over a base rounded to NF4")
+    group.addoption("--lsv-tied", action="store_true", help="tie head and embedding")
     group.addoption(
         "--lsv-quick", action="store_true", help="the smallest problem that shows anything"
     )
@@ -64,6 +66,8 @@ def options_of(config: pytest.Config) -> Options:
         seed=get("--lsv-seed"),
         chunk=get("--lsv-chunk"),
         lora=get("--lsv-lora"),
+        quantised=get("--lsv-quantised"),
+        tied=get("--lsv-tied"),
         quick=get("--lsv-quick"),
     )
 
@@ -87,7 +91,8 @@ def as_arguments(options: Options) -> list[str]:
         value = getattr(options, name)
         if value is not None:
             arguments.append(f"--lsv-{name.replace('_', '-')}={value}")
-    return arguments + [f"--lsv-{flag}" for flag in ("lora", "quick") if getattr(options, flag)]
+    flags = ("lora", "quantised", "tied", "quick")
+    return arguments + [f"--lsv-{flag}" for flag in flags if getattr(options, flag)]
 
 
 class Evidence:

@@ -20,8 +20,7 @@ def _gemma3() -> PreTrainedConfig:
     """Sliding and full layers with a rotary base each, norms before and after every block, scaled embeddings."""
     return Gemma3TextConfig(
         **GROUPED,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"]
-        + ["sliding_attention"],
+        layer_types=["sliding_attention"] * 2 + ["full_attention", "sliding_attention"],
         sliding_window=WINDOW,
         query_pre_attn_scalar=16,
         **SHARED,
