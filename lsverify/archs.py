@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import multiprocessing
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
@@ -83,20 +83,15 @@ def in_folder(folder: Path) -> Outcomes | None:
         ) from None
 
 
-def prove(
-    asked: Iterable[str], *, seconds: int = SECONDS, progress: Callable[[Outcome], None]
-) -> Outcomes:
+def prove(asked: Iterable[str], *, seconds: int = SECONDS) -> Iterator[Outcome]:
     """Judge every name in a process of its own, `seconds` at most for each.
 
     Processes are forked from a server that has imported this package and done nothing else.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lsverify.ladder", "lsverify.models"])
-    found = []
     for name in asked:
-        found.append(_in_process(context, name, seconds))
-        progress(found[-1])
-    return Outcomes(transformers=installed(), outcomes=tuple(found))
+        yield _in_process(context, name, seconds)
 
 
 def installed() -> str:
@@ -104,12 +99,13 @@ def installed() -> str:
     return importlib.metadata.version("transformers")
 
 
-def merged(before: Outcomes | None, found: Outcomes) -> Outcomes:
-    """`found`, and what `before` has of other names, if it is of the same version of the library."""
-    if before is None or before.transformers != found.transformers:
-        return found
-    by_name = {outcome.name: outcome for outcome in (*before.outcomes, *found.outcomes)}
-    return found.model_copy(update={"outcomes": tuple(by_name[name] for name in sorted(by_name))})
+def merged(before: Outcomes | None, found: Outcome) -> Outcomes:
+    """`found`, and what `before` has of other names, if it is of the version of the library that is installed."""
+    kept = before.outcomes if before and before.transformers == installed() else ()
+    by_name = {outcome.name: outcome for outcome in (*kept, found)}
+    return Outcomes(
+        transformers=installed(), outcomes=tuple(by_name[name] for name in sorted(by_name))
+    )
 
 
 def _in_process(context: Any, name: str, seconds: int) -> Outcome:

@@ -246,13 +246,13 @@ def _proved(names: tuple[str, ...], out: Path, seconds: int) -> Any:
     evidence.check_folder(out)
     notes = report.wide_console(stderr=True)
 
-    def progress(found: Any) -> None:
+    outcomes = architectures.in_folder(out)
+    for found in architectures.prove(names or known, seconds=seconds):
         line = f"{found.name:28} {found.outcome:8} {report.number(found.rel_l2):8} {found.line}"
-        notes.print(line, highlight=False, markup=False)
-
-    found = architectures.prove(names or known, seconds=seconds, progress=progress)
-    outcomes = architectures.merged(architectures.in_folder(out), found)
-    architectures.write(outcomes, out)
+        notes.print(line, highlight=False, markup=False, soft_wrap=True)
+        # One by one, so that what was found is kept if the rest is interrupted.
+        outcomes = architectures.merged(outcomes, found)
+        architectures.write(outcomes, out)
     return outcomes
 
 

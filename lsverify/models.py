@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,8 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "decay_factors"):
             # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.
             names = ("query_decay", "key_decay", "diagonal_decay")
@@ -204,8 +206,8 @@ def _chosen(name: str, tensor: Tensor, model: nn.Module, generator: torch.Genera
     owner, _, leaf = name.rpartition(".")
     if leaf != "tid2eid":
         return tensor
-    experts = model.get_submodule(owner).num_experts
-    scores = torch.rand(len(tensor), int(experts), generator=generator)
+    router: Any = model.get_submodule(owner)
+    scores = torch.rand(len(tensor), router.num_experts, generator=generator)
     return scores.argsort(dim=-1)[:, : tensor.shape[1]]
 
 

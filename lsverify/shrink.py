@@ -88,7 +88,7 @@ def model_types() -> tuple[str, ...]:
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
-def shrunk(model_type: str) -> tuple[PreTrainedConfig, type]:
+def shrunk(model_type: str) -> tuple[PreTrainedConfig, Any]:
     """A small config of `model_type` and the model class that takes it.
 
     For a type that wraps a language model together with encoders, these are the language model's. Raises `InputError`,
@@ -110,7 +110,7 @@ def cannot(model_type: str, what: str, error: Exception | None = None) -> InputE
     )
 
 
-def _language_model(model_type: str) -> tuple[PreTrainedConfig, type]:
+def _language_model(model_type: str) -> tuple[PreTrainedConfig, Any]:
     try:
         whole = CONFIG_MAPPING[model_type]()
         whole_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(whole)]
