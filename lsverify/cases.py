@@ -23,8 +23,8 @@ REFERENCES = ("declared", "full")
 SMOLLM2 = "smollm2-135m"
 # A pretrained model takes seconds for a step: two steps under two optimizers, each also in float64, are asked for by name.
 REQUIRED_OF_TEXT = "gradient"
-TEXT_RESPONSES = (16, 24, 32, 20)
-TEXT_CHUNK = 512
+# Its gradients are 540 MB, which every backward pass moves: four short responses are replayed together.
+TEXT_SIZES = {"response_lengths": (16, 24, 32, 20), "chunk": 512, "branches": 4}
 QUICK = {"prompt_length": 12, "group_size": 2, "response_lengths": (3, 1)}
 
 
@@ -44,6 +44,7 @@ class Options:
     objective: str = "grpo"
     seed: int = 0
     chunk: int | None = None
+    branches: int | None = None
     lora: bool = False
     quantised: bool = False
     tied: bool = False
@@ -85,10 +86,11 @@ class Options:
             "prompt_length": self.prompt_length,
             "group_size": self.group_size,
             "chunk": self.chunk,
+            "branches": self.branches,
             "response_lengths": _lengths(self.response_length),
         }
         if arch == SMOLLM2:
-            sizes = {"response_lengths": TEXT_RESPONSES, "chunk": TEXT_CHUNK} | sizes
+            sizes = TEXT_SIZES | sizes
         sizes |= {name: value for name, value in asked.items() if value is not None}
         given = {
             "arch": arch,

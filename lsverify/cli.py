@@ -78,6 +78,9 @@ def gate(
     chunk: Annotated[
         int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
     ] = None,
+    branches: Annotated[
+        int | None, typer.Option(help="Responses per replay pass; 4 on smollm2-135m, else 1.")
+    ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
     quantised: Annotated[
         bool, typer.Option("--quantised", help="With --lora: over a base rounded to NF4.")
@@ -111,6 +114,7 @@ def gate(
         objective=objective,
         seed=seed,
         chunk=chunk,
+        branches=branches,
         lora=lora,
         quantised=quantised,
         tied=tied,

@@ -124,6 +124,7 @@ class CaseConfig(_Record):
     # Below 2**53, every reader of JSON keeps it to the last digit.
     seed: int = Field(default=0, ge=0, lt=2**53)
     chunk: int = Field(default=8, ge=1)
+    branches: int = Field(default=1, ge=1)
     lora: bool = False
     quantised: bool = False
     tied: bool = False

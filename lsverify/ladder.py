@@ -48,6 +48,7 @@ _NOT_OF_THE_SETTING: dict[str, Any] = {
     "reference": "declared",
     "require": RUNGS[-1],
     "chunk": 1,
+    "branches": 1,
 }
 
 
@@ -63,7 +64,7 @@ def path_of(config: CaseConfig) -> Path:
         candidate: Path = load_candidate(config.candidate)
         return candidate
     policy = parse_policy(config.policy or "exact")
-    return functools.partial(longstraw, policy=policy, chunk=config.chunk)
+    return functools.partial(longstraw, policy=policy, chunk=config.chunk, branches=config.branches)
 
 
 def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:

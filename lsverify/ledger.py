@@ -86,6 +86,7 @@ def expected_schedule(
     policy: Policy | None = None,
     *,
     chunk: int | None = None,
+    branches: int = 1,
     scored: int = 0,
 ) -> tuple[Pass, ...]:
     """Every forward pass that a path has to make, in order.
@@ -94,7 +95,8 @@ def expected_schedule(
     as many rows as there are responses, padded to the longest prompt and the longest response. LongStraw captures
     B = P - k tokens once per distinct prompt, replays k + R - 1 per response and sweeps over the last m captured ones.
 
-    chunk: tokens per capture and sweep pass; None runs each prefix in one. scored: scoring rounds without graph
+    chunk: tokens per capture and sweep pass; None runs each prefix in one. branches: responses per replay, padded to
+    the longest of them. scored: scoring rounds without graph
     before the step (1 for a reference policy), each with a capture of its own.
     Raises InputError for an unknown path, or a LongStraw path without a policy.
     """
@@ -104,7 +106,7 @@ def expected_schedule(
         if policy is None:
             raise InputError("path 'longstraw' needs a policy to say what is forwarded")
         rounds = [*_score(prompts, policy, chunk)] * scored
-        return (*rounds, *_longstraw(prompts, policy, chunk))
+        return (*rounds, *_longstraw(prompts, policy, chunk, branches))
     serial = [
         Pass(phase="whole", start=0, tokens=shape.prompt + length - 1, grad=True)
         for shape in prompts
@@ -132,11 +134,13 @@ def ideal_work(
     )
 
 
-def _longstraw(prompts: Sequence[Shared], policy: Policy, chunk: int | None) -> Iterator[Pass]:
+def _longstraw(
+    prompts: Sequence[Shared], policy: Policy, chunk: int | None, branches: int
+) -> Iterator[Pass]:
     for shape in prompts:
         boundary, stop = policy.boundary(shape.prompt), policy.stop(shape.prompt)
         yield from _captured(boundary, chunk, stop)
-        yield from _branches(shape, boundary, "replay", grad=True)
+        yield from _branches(shape, boundary, "replay", grad=True, together=branches)
         for start, end in reversed(pieces(stop, boundary, chunk)):
             yield Pass(phase="sweep", start=start, tokens=end - start, grad=True)
 
@@ -153,10 +157,13 @@ def _captured(boundary: int, chunk: int | None, cut: int) -> Iterator[Pass]:
         yield Pass(phase="capture", start=start, tokens=end - start, grad=False)
 
 
-def _branches(shape: Shared, boundary: int, phase: PhaseName, *, grad: bool) -> Iterator[Pass]:
-    for length in shape.responses:
-        tokens = shape.prompt - boundary + length - 1
-        yield Pass(phase=phase, start=boundary, tokens=tokens, grad=grad)
+def _branches(
+    shape: Shared, boundary: int, phase: PhaseName, *, grad: bool, together: int = 1
+) -> Iterator[Pass]:
+    for at in range(0, len(shape.responses), together):
+        lengths = shape.responses[at : at + together]
+        tokens = shape.prompt - boundary + max(lengths) - 1
+        yield Pass(phase=phase, start=boundary, tokens=tokens, grad=grad, rows=len(lengths))
 
 
 def pieces(start: int, end: int, chunk: int | None) -> list[tuple[int, int]]:

@@ -11,13 +11,14 @@ its policy says:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsverify.cache import by_path, leaves_of, with_leaves
@@ -119,14 +120,19 @@ def longstraw(
     *,
     policy: str | Policy = "exact",
     chunk: int = CHUNK,
+    branches: int = 1,
     reference_model: nn.Module | None = None,
 ) -> StepResult:
     """The LongStraw step: capture, frozen scores, replay one response at a time, sweep (arXiv 2607.14952).
 
     At most one chunk's or one branch's graph is alive at a time, whatever the group size. Prompts of equal content
-    are captured and swept once. Raises `InputError` for a malformed policy or a chunk below 1, `StalePromptState`
-    when the weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
+    are captured and swept once. `branches` responses share a replay: every backward pass moves all gradients through
+    memory, so short responses go faster together, each with a copy of the state. Raises `InputError` for a malformed
+    policy or a chunk or branches below 1, `StalePromptState` when the weights change under the step, and
+    `SweepMismatch` when a recomputed chunk is not the captured one.
     """
+    if branches < 1:
+        raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     _require_trainable(model)
     _require_cache(model)
@@ -139,9 +145,10 @@ def longstraw(
         boundary, stop = policy.boundary(len(prompt)), policy.stop(len(prompt))
         state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
         leaves = state.leaves() if boundary > stop else {}
-        for i in members:
-            loss, log_probs[i] = _replay(model, problem, i, plan, state, leaves)
+        for together in batched(members, branches):
+            loss, replayed = _replay(model, problem, together, plan, state, leaves)
             total += loss
+            log_probs |= replayed
         state.check(model, prompt, boundary)
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
         del leaves
@@ -153,25 +160,40 @@ def longstraw(
 def _replay(
     model: nn.Module,
     problem: Problem,
-    i: int,
+    together: Sequence[int],
     plan: Plan,
     state: PromptState,
     leaves: dict[str, Tensor],
-) -> tuple[float, Tensor]:
-    """One response's branch and its backward pass: the response term, and its share of d loss / d z in the leaves."""
-    logits = _branch_logits(model, problem, i, state, leaves)
-    member = plan.member(i, logits)
-    _backward(member.loss)
-    return member.loss.detach().item(), member.logp.detach()
+) -> tuple[float, dict[int, Tensor]]:
+    """Branches and their backward pass: the response term, and their share of d loss / d z in the leaves."""
+    logits = _branch_logits(model, problem, together, state, leaves)
+    members = {i: plan.member(i, own) for i, own in zip(together, logits, strict=True)}
+    loss = torch.stack([member.loss for member in members.values()]).sum()
+    _backward(loss)
+    return loss.detach().item(), {i: member.logp.detach() for i, member in members.items()}
 
 
 def _branch_logits(
-    model: nn.Module, problem: Problem, i: int, state: PromptState, leaves: dict[str, Tensor]
-) -> Tensor:
-    boundary, response = state.tags.boundary, problem.responses[i].tokens
-    branch = problem.tokens(i)[boundary:-1]
-    logits, _ = continue_from(model, branch, state.branch(leaves), boundary, keep=len(response))
-    return logits
+    model: nn.Module,
+    problem: Problem,
+    together: Sequence[int],
+    state: PromptState,
+    leaves: dict[str, Tensor],
+) -> list[Tensor]:
+    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right."""
+    boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
+    branches = [problem.tokens(i)[boundary:-1] for i in together]
+    if len(branches) == 1:
+        cache = state.branch(leaves)
+        return [continue_from(model, branches[0], cache, boundary, keep=lengths[0])[0]]
+    tokens = pad_sequence(branches, batch_first=True)
+    ends = torch.tensor([boundary + len(branch) for branch in branches], device=tokens.device)
+    mask = torch.arange(boundary + tokens.shape[1], device=tokens.device) < ends[:, None]
+    cache = state.branches(leaves, len(branches))
+    logits, _ = continue_from(
+        model, tokens, cache, boundary, keep=max(lengths), mask=None if mask.all() else mask.long()
+    )
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
 def _sweep(model: nn.Module, state: PromptState, cotangents: dict[str, Tensor]) -> None:
@@ -257,6 +279,12 @@ def _batched_logits(
     return [logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
 
 
+def batched(members: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Consecutive members, `size` at a time."""
+    for at in range(0, len(members), size):
+        yield members[at : at + size]
+
+
 def shared_prompts(problem: Problem) -> Iterator[tuple[Tensor, list[int]]]:
     """Each distinct prompt, by content, with the members that answer it."""
     members: dict[str, list[int]] = {}
@@ -282,7 +310,7 @@ def score(
         boundary = policy.boundary(len(prompt))
         state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary)
         for i in members:
-            logits = _branch_logits(model, problem, i, state, {})
+            (logits,) = _branch_logits(model, problem, [i], state, {})
             scored[i] = token_logp(logits, problem.responses[i].tokens, temperature)
     return tuple(scored[i] for i in range(len(problem)))
 

@@ -35,22 +35,31 @@ from lsverify.tags import Tags, tags_of
 
 
 def continue_from(
-    model: nn.Module, tokens: Tensor, cache: Cache, start: int, keep: int
+    model: nn.Module,
+    tokens: Tensor,
+    cache: Cache,
+    start: int,
+    keep: int,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Cache]:
     """Continue a sequence from a state: the one primitive that capture, replay and sweep share.
 
-    tokens [T] int64 are the next tokens, the first of them at position `start`. Returns the logits of the last
-    `keep` tokens, [keep, V], and the cache, which now holds the state after all T tokens.
+    tokens [T] int64 are the next tokens, the first of them at position `start`; or [n, T], rows that go on from n
+    rows of state, with mask [n, start + T] where some are padded on the right. Returns the logits of the last `keep`
+    columns, [keep, V] or [n, keep, V], and the cache, which now holds the state after all T tokens.
     """
-    positions = torch.arange(start, start + len(tokens), device=tokens.device)
+    rows = tokens if tokens.dim() == 2 else tokens[None]
+    positions = torch.arange(start, start + rows.shape[1], device=tokens.device)
     output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
+        input_ids=rows,
+        position_ids=positions.expand_as(rows),
         cache=cache,
         use_cache=True,
+        **({} if mask is None else {"attention_mask": mask}),
         **keep_logits(model, keep),
     )
-    return output.logits[0, -keep:], cache
+    logits = output.logits[:, -keep:]
+    return (logits if tokens.dim() == 2 else logits[0]), cache
 
 
 def keep_logits(model: nn.Module, keep: int) -> dict[str, int]:
@@ -109,6 +118,12 @@ class PromptState:
     def branch(self, leaves: Mapping[str, Tensor]) -> Cache:
         """A response's own copy of the boundary state, in which `leaves` stand for the tensors at their paths."""
         return with_leaves(self.cache, leaves)
+
+    def branches(self, leaves: Mapping[str, Tensor], rows: int) -> Cache:
+        """The same for `rows` responses in one pass; a leaf collects the sum of their cotangents."""
+        return map_state(
+            self.branch(leaves), lambda _, tensor: tensor.expand(rows, *tensor.shape[1:])
+        )
 
     def leaves(self) -> dict[str, Tensor]:
         """Leaf copies of the differentiable state (see `leaves_of`)."""

@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lsv-objective", default="grpo")
     group.addoption("--lsv-seed", type=int, default=0)
     group.addoption("--lsv-chunk", type=int)
+    group.addoption("--lsv-branches", type=int)
     group.addoption("--lsv-lora", action="store_true", help="train adapters only")
     group.addoption("--lsv-quantised", action="store_true", help="over a base rounded to NF4")
     group.addoption("--lsv-tied", action="store_true", help="tie head and embedding")
@@ -65,6 +66,7 @@ def options_of(config: pytest.Config) -> Options:
         objective=get("--lsv-objective"),
         seed=get("--lsv-seed"),
         chunk=get("--lsv-chunk"),
+        branches=get("--lsv-branches"),
         lora=get("--lsv-lora"),
         quantised=get("--lsv-quantised"),
         tied=get("--lsv-tied"),
@@ -87,6 +89,7 @@ def as_arguments(options: Options) -> list[str]:
         "objective",
         "seed",
         "chunk",
+        "branches",
     ):
         value = getattr(options, name)
         if value is not None:

@@ -34,12 +34,13 @@ GRPO = preset("grpo")
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The structure of one step. `spec.seed` is the seed of the model too; `chunk` is in tokens."""
+    """The structure of one step. `spec.seed` is the seed of the model too; `chunk` is in tokens, `branches` in responses."""
 
     spec: ProblemSpec
     objective: Objective = GRPO
     policy: str = "exact"
     chunk: int = 8
+    branches: int = 1
     training: bool = True
 
     def __str__(self) -> str:
@@ -48,7 +49,8 @@ class Step:
         return " ".join(
             [
                 f"{self.objective.name} {self.policy} seed {spec.seed} prompts {spec.prompt_lengths}",
-                f"groups {spec.sizes()} responses {spec.response_lengths} chunk {self.chunk}",
+                f"groups {spec.sizes()} responses {spec.response_lengths} chunk {self.chunk} "
+                f"branches {self.branches}",
                 f"{spec.rewards} rewards {mode}",
                 *options,
             ]
@@ -64,12 +66,14 @@ class Step:
             yield setting
 
     def referee(self, arch: str) -> Referee:
-        """The step's references. Steps that differ only in policy and chunk share them; steps of one seed, a model."""
-        return _referee(arch, replace(self, policy="exact", chunk=1))
+        """The step's references. Steps that differ only in how they run share them; steps of one seed, a model."""
+        return _referee(arch, replace(self, policy="exact", chunk=1, branches=1))
 
     def path(self) -> Path:
-        """The LongStraw path with the step's policy and chunk."""
-        return functools.partial(longstraw, policy=self.policy, chunk=self.chunk)
+        """The LongStraw path as the step says."""
+        return functools.partial(
+            longstraw, policy=self.policy, chunk=self.chunk, branches=self.branches
+        )
 
 
 @functools.lru_cache(maxsize=2)

@@ -125,6 +125,7 @@ def steps(
         objective=objective,
         policy="exact" if policies is None else draw(policies),
         chunk=draw(chunks(prompts)),
+        branches=draw(st.integers(1, 3)),
         training=draw(st.booleans()),
     )
 

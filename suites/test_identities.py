@@ -8,7 +8,7 @@
     one capture for equal prompts = a capture each
     all rewards equal, group baseline, no KL: exactly zero
     anything at masked slots = anything else there
-    any chunk size = any other
+    any chunk size = any other, any number of responses replayed together = one at a time
     B = 0: every policy = full
 
 Most of these need no reference, so they hold where `full` and the path could share a fault. Guards against gradients
@@ -50,12 +50,11 @@ MANY = Step(
 )
 
 
-def gradient(setting, policy="exact", chunk=8, problem=None):
-    """LongStraw's gradient."""
+def gradient(setting, policy="exact", problem=None, **how):
+    """LongStraw's gradient; `how` it runs is chunk, 8 if nothing is said, and branches."""
     take_gradients(setting.model)
-    longstraw(
-        setting.model, problem or setting.problem, setting.objective, policy=policy, chunk=chunk
-    )
+    given = (setting.model, problem or setting.problem, setting.objective)
+    longstraw(*given, policy=policy, **({"chunk": 8} | how))
     return take_gradients(setting.model)
 
 
@@ -242,6 +241,16 @@ def test_chunk_size_changes_nothing(arch, policy):
         for chunk in CHUNKS[policy]:
             found = gradient(setting, policy, chunk=chunk)
             assert hold_equal(whole, found, f"{arch} {policy} chunk {chunk}").status == "proven"
+
+
+@pytest.mark.parametrize("policy", CHUNKS)
+def test_responses_replayed_together_change_nothing(arch, policy):
+    with MANY.running(arch) as setting:
+        singly = gradient(setting, policy)
+        for branches in (2, 3, 300):
+            found = gradient(setting, policy, branches=branches)
+            label = f"{arch} {policy} {branches} branches"
+            assert hold_equal(singly, found, label).status == "proven"
 
 
 def test_policies_coincide_on_one_token_prompts(arch):

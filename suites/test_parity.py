@@ -25,7 +25,7 @@ PACK = 10
 UNCUT = preset("reinforce", advantage="leave_one_out", beta=0.04)
 
 
-def step(prompts, groups, responses, chunk, *, seed, policy="exact", holes=False):
+def step(prompts, groups, responses, chunk, *, seed, policy="exact", holes=False, branches=1):
     spec = ProblemSpec(
         prompt_lengths=prompts,
         group_sizes=groups,
@@ -33,7 +33,14 @@ def step(prompts, groups, responses, chunk, *, seed, policy="exact", holes=False
         seed=seed,
         holes=holes,
     )
-    return Step(spec=spec, objective=UNCUT, policy=policy, chunk=chunk, training=seed % 2 == 0)
+    return Step(
+        spec=spec,
+        objective=UNCUT,
+        policy=policy,
+        chunk=chunk,
+        branches=branches,
+        training=seed % 2 == 0,
+    )
 
 
 # prompts, group sizes, response lengths, chunk. B is one less than the prompt.
@@ -83,7 +90,8 @@ def test_exact_over_prompt_lengths(arch, seed, candidate):
         groups = tuple(2 if (seed + place) % 3 == 0 else 1 for place in range(len(pack)))
         responses = ((1, 3, 2), (2, 1), (4, 1, 1, 2))[seed % 3]
         chunk = (16, 64, 33, 200)[seed % 4]
-        one = step(pack, groups, responses, chunk, seed=seed, holes=seed % 3 == 0)
+        more = {"holes": seed % 3 == 0, "branches": 1 + seed % 2}
+        one = step(pack, groups, responses, chunk, seed=seed, **more)
         found = hold(arch, one, candidate)
         assert found.status == "proven"
 

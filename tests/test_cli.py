@@ -95,6 +95,7 @@ def test_every_option_arrives(run, monkeypatch):
         *["gate", "--arch", "mistral", "--policy", "tail:2", "--reference", "full"],
         *["--require", "forward", "--dtype", "float32", "--prompt-length", 9, "--group-size", 3],
         *["--response-length", "2,1", "--objective", "dapo", "--seed", 5, "--chunk", 4],
+        *["--branches", 2],
         *["--lora", "--quick", "--candidate", "candidates:full"],
     )
     assert code == 0
@@ -110,6 +111,7 @@ def test_every_option_arrives(run, monkeypatch):
         "objective": "dapo",
         "seed": 5,
         "chunk": 4,
+        "branches": 2,
         "lora": True,
         "training": True,
         "require": "forward",
@@ -187,6 +189,7 @@ BAD = [
     (["--prompt-length", "x"], "Invalid value for '--prompt-length'"),
     (["--group-size", "0"], "group size 0 is not allowed"),
     (["--chunk", "0"], "chunk 0 is not allowed"),
+    (["--branches", "0"], "branches 0 is not allowed"),
     (["--seed", "99999999999999999999"], "seed 99999999999999999999 is not allowed"),
     (["--response-length", "3,x"], "response length '3,x' is not allowed"),
     (["--response-length", "1,2,3,4"], "names 4 lengths for 3 responses"),

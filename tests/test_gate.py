@@ -63,6 +63,7 @@ def test_a_folder_is_an_architecture(tmp_path):
         ({"prompt_length": -3}, "prompt length -3 is not allowed: Input should be greater"),
         ({"group_size": 0}, "group size 0 is not allowed"),
         ({"chunk": 0}, "chunk 0 is not allowed"),
+        ({"branches": 0}, "branches 0 is not allowed"),
         ({"seed": -1}, "seed -1 is not allowed"),
         ({"seed": 2**53}, "seed 9007199254740992 is not allowed"),
         ({"response_length": "3,x"}, "response length '3,x' is not allowed: use one length or"),

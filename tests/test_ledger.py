@@ -58,6 +58,15 @@ def test_longstraw_forwards_just_what_the_schedule_says(arch, policy):
     assert (watch.tokens().no_grad, watch.tokens().grad) == (work.tokens_no_grad, work.tokens_grad)
 
 
+@pytest.mark.parametrize("branches", [2, 3, 9])
+def test_responses_replayed_together_are_padded_to_the_longest(branches):
+    model = build("qwen3_5", seed=0, dtype="float32")
+    with Watch(model) as watch:
+        longstraw(model, UNEVEN, GRPO, policy="tail:3", chunk=5, branches=branches)
+    assert seen(watch) == scheduled("longstraw", UNEVEN, "tail:3", chunk=5, branches=branches)
+    assert watch.tokens().padding == 5
+
+
 def test_full_autograd_forwards_just_what_the_schedule_says():
     model = build("llama", seed=0, dtype="float32")
     with Watch(model) as watch:

@@ -71,6 +71,25 @@ def test_exact_is_the_full_gradient_at_any_chunk(oracle, arch, chunk):
     assert distance(gradients(longstraw, model, problem, chunk=chunk), expected) <= 1e-12
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_responses_replayed_together_have_the_same_gradient(oracle, arch):
+    model = oracle(arch)
+    problem = problem_for(model, **UNEVEN)
+    expected = full_autograd(model, problem, GRPO)
+    assert rows_equal(
+        longstraw(model, problem, GRPO, chunk=5, branches=2).log_probs, expected.log_probs
+    )
+    take_gradients(model)
+    expected = gradients(full_autograd, model, problem)
+    assert distance(gradients(longstraw, model, problem, branches=3), expected) <= 1e-12
+
+
+def test_fewer_than_one_branch_is_refused(oracle):
+    model = oracle("llama")
+    with pytest.raises(InputError, match="branches 0 is not allowed: replay 1 or more"):
+        longstraw(model, problem_for(model, **UNEVEN), GRPO, branches=0)
+
+
 @pytest.mark.parametrize(
     ("arch", "policy"),
     [

@@ -59,7 +59,9 @@ def _side_effects(run: Run) -> Iterator[str]:
 def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
     """Every forward pass in order: capture without graph, replay, sweep."""
     assert run.watch is not None
-    plan = expected_schedule("longstraw", shared(problem), claim.policy, chunk=config.chunk)
+    plan = expected_schedule(
+        "longstraw", shared(problem), claim.policy, chunk=config.chunk, branches=config.branches
+    )
     expected = [(p.rows * p.tokens, p.grad) for p in plan]
     seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]
     if seen != expected:
