@@ -43,6 +43,8 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     # peft draws initial values from the global generator, and calls a property that transformers is renaming.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # It then sets for each layer what the layer needs.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         wrapped = get_peft_model(model, config)
     _redraw(wrapped, torch.Generator().manual_seed(seed))
     return wrapped

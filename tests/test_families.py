@@ -23,8 +23,9 @@ FAMILIES = (
     "qwen3_5 qwen3_5_moe qwen3_next kimi_linear"
 ).split()
 # The other lengths and chunks of the default four are in test_paths.
-LENGTHS_AND_CHUNKS = ((1, 5), (2, 1), (9, 5), (21, 1), (70, 64))
-WITHOUT_A_TIED_FORM: set[str] = set()
+LENGTHS_AND_CHUNKS = ((1, 5), (2, 1), (9, 5), (21, 5), (70, 64))
+UNTIED_ONLY = {"kimi_linear"}
+TIED_UNDER_ADAPTERS = {"llama", "gpt2", "qwen3_5", "deepseek_v4"}
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def test_exact_is_full_autograd(arch):
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_nothing_is_constant_and_all_but_indexers_get_a_gradient(arch):
     model = model_of(arch)
-    constant = [n for n, t in model.state_dict().items() if t.double().std() < 1e-3]
+    constant = [n for n, t in model.state_dict().items() if len(t.unique()) < min(2, t.numel())]
     assert constant == []
     problem = problem_for(model, prompt_lengths=(40,), response_lengths=(9,))
     with computing(model, "float64"):
@@ -112,7 +113,7 @@ def test_tokens_choose_experts_by_a_table_without_repeats():
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_adapters_are_trained_exactly_over_every_family(arch, quantised):
     model = model_of(arch, lora=True, quantised=quantised)
-    assert error(model, 21, 5) <= 1e-12
+    assert error(model, 9 if quantised else 21, 5) <= 1e-12
     problem = problem_for(model, prompt_lengths=(21,), response_lengths=(4, 1))
     with computing(model, "float64"):
         found = gradients(longstraw, model, problem)
@@ -120,8 +121,11 @@ def test_adapters_are_trained_exactly_over_every_family(arch, quantised):
     assert [name for name, grad in found.items() if grad is None or grad.norm() < 1e-9] == []
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("arch", sorted(set(FAMILIES) - WITHOUT_A_TIED_FORM))
+@pytest.mark.parametrize(
+    ("arch", "lora"),
+    [(arch, False) for arch in FAMILIES if arch not in UNTIED_ONLY]
+    + [(arch, True) for arch in sorted(TIED_UNDER_ADAPTERS)],
+)
 def test_a_tied_head_is_trained_exactly(arch, lora):
     model = model_of(arch, tied=True, lora=lora)
     inner = model.get_base_model() if lora else model
@@ -141,6 +145,8 @@ def test_a_rotary_table_that_changes_with_the_length_is_refused(name):
 def test_options_that_do_not_go_together_are_refused(tmp_path):
     with pytest.raises(InputError, match="quantised needs lora"):
         models.build("llama", seed=0, quantised=True)
+    with pytest.raises(InputError, match="its head cannot be tied"):
+        models.build("kimi_linear", seed=0, tied=True)
     with pytest.raises(InputError, match="tied is for small models"):
         models.build(str(tmp_path), seed=0, tied=True)
 
