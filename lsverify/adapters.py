@@ -23,7 +23,7 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     `modules_to_save`, moved off its frozen original for the same reason. The indexers of sparse attention receive
     no gradient and carry no adapter. Adapters have the model's dtype, but float32 under bfloat16, as peft trains them.
 
-    Raises `InputError` where peft is not installed.
+    Raises `InputError` where peft is not installed, or does not know what to do with the model.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -45,7 +45,13 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # It then sets for each layer what the layer needs.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
-        wrapped = get_peft_model(model, config)
+        try:
+            wrapped = get_peft_model(model, config)
+        except (ValueError, TypeError, AttributeError) as error:
+            told = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"peft puts no adapters on {type(model).__name__}: {told}; train it without lora"
+            ) from error
     _redraw(wrapped, torch.Generator().manual_seed(seed))
     return wrapped
 

@@ -34,7 +34,9 @@ app = typer.Typer(
 
 Arch = Annotated[
     list[str] | None,
-    typer.Option("--arch", help="Tiny architecture, smollm2-135m, or a folder; repeatable."),
+    typer.Option(
+        "--arch", help="Family, smollm2-135m, a folder, or any causal model type; repeatable."
+    ),
 ]
 PolicySpec = Annotated[
     list[str] | None, typer.Option("--policy", help="exact, detach, window:M, tail:K; repeatable.")
@@ -192,7 +194,7 @@ def table(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> i
 
 @app.command()
 def inventory(
-    arch: Annotated[str, typer.Argument(help="Tiny architecture, smollm2-135m, or a folder.")],
+    arch: Annotated[str, typer.Argument(help="Family, smollm2-135m, a folder, or a model type.")],
     prompt_length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
     dtype: Annotated[str, typer.Option(help="Precision of the state.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,

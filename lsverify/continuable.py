@@ -7,6 +7,8 @@ model fails: the argument its forward pass has not, or the layer and the kind of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -41,8 +43,7 @@ def require_continuable(model: nn.Module, *, name: str, vocabulary: int) -> None
 
 
 def _refuse_dropout(model: Any, name: str) -> None:
-    left = {n: p for n, p in dropouts(model.config, model).items() if "classifier" not in n}
-    left = {n: p for n, p in left.items() if not n.startswith("summary")}
+    left = dropouts(model.config, model)
     if left:
         first, rate = next(iter(left.items()))
         raise InputError(
@@ -168,25 +169,22 @@ def _refuse_cut_graph(model: nn.Module, tokens: Tensor, name: str) -> None:
         raise InputError(f"{name}: no gradient comes back through the state it is continued from")
 
 
-class _layer_values:
+@contextmanager
+def _layer_values(model: nn.Module) -> Iterator[Values]:
     """Collects every decoder layer's output [T, H], by name, of the passes inside the context."""
+    found: Values = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._found, self._handles = model, {}, []  # type: ignore[var-annotated]
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        # Some models carry several streams, in front of the batch: then only the logits are compared.
+        if isinstance(hidden, Tensor) and hidden.dim() > 2 and hidden.shape[0] == 1:
+            found[name] = hidden.detach()[0]
 
-    def __enter__(self) -> Values:
-        def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            # Some models carry several streams, in front of the batch: then only the logits are compared.
-            if isinstance(hidden, Tensor) and hidden.dim() > 2 and hidden.shape[0] == 1:
-                self._found[name] = hidden.detach()[0]
-
-        for name, layer in _layers(self._model):
-            self._handles.append(layer.register_forward_hook(partial(note, name)))
-        return self._found
-
-    def __exit__(self, *error: Any) -> None:
-        for handle in self._handles:
+    handles = [layer.register_forward_hook(partial(note, name)) for name, layer in _layers(model)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
             handle.remove()
 
 
