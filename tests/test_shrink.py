@@ -14,6 +14,7 @@ from lsverify.errors import InputError
 from lsverify.paths import full_autograd, longstraw
 from lsverify.precision import computing
 from lsverify.pretrained import dropouts
+from lsverify.small_sizes import small_rope
 
 
 def config_of(model_type):
@@ -78,7 +79,7 @@ def test_windows_are_shorter_than_prompts_and_rotary_slices_fit():
     assert config_of("gemma2").sliding_window == 8
     assert config_of("llama4_text").attention_chunk_size == 8
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [11, 11, 10]}
-    divided = shrink._rope(rope, {"head_dim": 16}, config_of("qwen3_5_text"))
+    divided = small_rope(rope, 16)
     assert divided["mrope_section"] == [2, 1, 1]
     assert config_of("deepseek_v3").head_dim == config_of("deepseek_v3").qk_rope_head_dim
 
