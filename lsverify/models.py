@@ -112,7 +112,8 @@ def _small(arch: str, *, seed: int, dtype: str, attention: str, tied: bool) -> P
         config, model_class = shrink.shrunk(arch)
     else:
         raise unknown(arch)
-    config.tie_word_embeddings = tied or config.tie_word_embeddings
+    if tied:
+        config.tie_word_embeddings = True
     model = tiny(config, seed=seed, dtype=dtype, attention=attention, model_class=model_class)
     if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         raise InputError(f"tied is not for {arch}: its head cannot be tied to its embedding")
