@@ -35,7 +35,13 @@ def require_continuable(model: nn.Module, *, name: str, vocabulary: int) -> None
     tokens = torch.randint(vocabulary, (LENGTH,), generator=torch.Generator().manual_seed(0))
     _refuse_dropout(model, name)
     with torch.no_grad():
+        before = torch.get_rng_state()
         whole = _uncached(model, tokens, name)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise InputError(
+                f"{name}: its forward pass draws random numbers, which responses that share a prompt cannot have each "
+                "for itself; train it with full autograd"
+            )
         _refuse_what_sees_ahead(model, tokens, whole, name)
         for chunk in (CHUNK, 1):
             _refuse_wrong_continuation(model, tokens, whole, chunk, name)

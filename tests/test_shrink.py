@@ -22,7 +22,7 @@ def config_of(model_type):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["olmo2", "bart", "bert", "longcat_flash", "phimoe", "lfm2", "gemma3n"]
+    "model_type", ["olmo2", "bart", "bert", "longcat_flash", "olmoe", "lfm2", "gemma3n"]
 )
 def test_a_type_is_built_and_exact_is_full_autograd(model_type):
     model = models.build(model_type, seed=1)
@@ -99,6 +99,7 @@ def test_a_wrapper_stands_for_its_language_model():
         ("openai-gpt", "no state in the cache it is given .*no argument `cache`"),
         ("reformer", "no state in the cache it is given"),
         ("musicgen", "a plain forward pass fails"),
+        ("phimoe", "its forward pass draws random numbers"),
         ("moshi", r"first in model.layers.0 \(state: sliding\)"),
         ("gemma4_assistant", "it has no default config"),
     ],
