@@ -61,7 +61,7 @@ def targets(model: PreTrainedModel) -> list[str]:
 
     In a model whose experts are fused into one tensor these are the attention projections only: peft redirects a
     target named gate_proj, up_proj or down_proj there, wherever it is, to the fused experts. Subclasses of a linear
-    layer are left out, since an adapter beside them would not do what they do.
+    layer that do not map [.., in] to [.., out] (block-diagonal ones) have no place for an adapter beside them.
     """
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     fused = any(p.ndim == 3 and id(p) not in convolutions for p in model.parameters())
@@ -70,10 +70,22 @@ def targets(model: PreTrainedModel) -> list[str]:
     found = []
     for name, module in model.named_modules():
         *parents, leaf = name.split(".")
-        if type(module) in (nn.Linear, Conv1D) and module is not head:
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and _is_plain(module):
             if leaf not in left_out and "indexer" not in parents:
                 found.append(name)
     return found
+
+
+def _is_plain(module: nn.Linear | Conv1D) -> bool:
+    """Whether it maps rows [b, in] to rows [b, out]."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    width, out = module.weight.shape[1], module.weight.shape[0]
+    try:
+        with torch.no_grad():
+            return module(module.weight.new_zeros(1, width)).shape == (1, out)
+    except RuntimeError:
+        return False
 
 
 def _saved_module(model: PreTrainedModel) -> str:
