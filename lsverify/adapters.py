@@ -6,8 +6,9 @@ import math
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lsverify.errors import InputError
 
@@ -22,7 +23,7 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     `modules_to_save`, moved off its frozen original for the same reason. The indexers of sparse attention receive
     no gradient and carry no adapter. Adapters have the model's dtype, but float32 under bfloat16, as peft trains them.
 
-    Raises `InputError` where peft is not installed.
+    Raises `InputError` where peft is not installed, or does not know what to do with the model.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -42,7 +43,15 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
     # peft draws initial values from the global generator, and calls a property that transformers is renaming.
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        wrapped = get_peft_model(model, config)
+        # It then sets for each layer what the layer needs.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
+        try:
+            wrapped = get_peft_model(model, config)
+        except (ValueError, TypeError, AttributeError) as error:
+            told = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"peft puts no adapters on {type(model).__name__}: {told}; train it without lora"
+            ) from error
     _redraw(wrapped, torch.Generator().manual_seed(seed))
     return wrapped
 
@@ -51,7 +60,8 @@ def targets(model: PreTrainedModel) -> list[str]:
     """The full names of the linear layers that carry an adapter, in the order of the model.
 
     In a model whose experts are fused into one tensor these are the attention projections only: peft redirects a
-    target named gate_proj, up_proj or down_proj there, wherever it is, to the fused experts.
+    target named gate_proj, up_proj or down_proj there, wherever it is, to the fused experts. Subclasses of a linear
+    layer that do not map [.., in] to [.., out] (block-diagonal ones) have no place for an adapter beside them.
     """
     convolutions = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
     fused = any(p.ndim == 3 and id(p) not in convolutions for p in model.parameters())
@@ -60,10 +70,23 @@ def targets(model: PreTrainedModel) -> list[str]:
     found = []
     for name, module in model.named_modules():
         *parents, leaf = name.split(".")
-        if isinstance(module, nn.Linear) and module is not head:
+        if isinstance(module, nn.Linear | Conv1D) and module is not head and _is_plain(module):
             if leaf not in left_out and "indexer" not in parents:
                 found.append(name)
     return found
+
+
+def _is_plain(module: nn.Linear | Conv1D) -> bool:
+    """Whether it maps rows [b, in] to rows [b, out]."""
+    if type(module) in (nn.Linear, Conv1D):
+        return True
+    width, out = module.weight.shape[1], module.weight.shape[0]
+    try:
+        with torch.no_grad():
+            mapped: Tensor = module(module.weight.new_zeros(1, width))
+            return mapped.shape == (1, out)
+    except RuntimeError:
+        return False
 
 
 def _saved_module(model: PreTrainedModel) -> str:

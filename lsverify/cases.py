@@ -48,6 +48,8 @@ class Options:
     chunk: int | None = None
     branches: int | None = None
     lora: bool = False
+    quantised: bool = False
+    tied: bool = False
     quick: bool = False
 
     def cases(self) -> list[CaseConfig]:
@@ -66,6 +68,10 @@ class Options:
         _one_of("reference", self.reference, REFERENCES)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
         read_objective(self.objective)
+        if self.quantised and not self.lora:
+            raise InputError(
+                "quantised needs lora: a 4-bit base is frozen, so only adapters over it train"
+            )
         # A candidate claims what it declares; only a policy that the user names is a claim made for it.
         default = (None,) if self.candidate else DEFAULT_POLICIES
         policies: tuple[str | None, ...] = self.policies or default
@@ -97,6 +103,8 @@ class Options:
             "objective": self.objective,
             "seed": self.seed,
             "lora": self.lora,
+            "quantised": self.quantised,
+            "tied": self.tied,
             "require": self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
         }
         try:
@@ -122,12 +130,17 @@ def group_sizes(case: CaseConfig) -> tuple[int, ...]:
 
 
 def require_known(arch: str) -> None:
-    """Raises `InputError` for what is neither a tiny architecture, nor the pretrained one, nor a folder."""
-    if arch not in (*DEFAULT_ARCHS, SMOLLM2) and not Path(arch).is_dir():
-        from lsverify.models import TINY, unknown
+    """Raises `InputError` for what `lsverify.models.build` does not know, or a model type that it cannot build."""
+    if arch in (*DEFAULT_ARCHS, SMOLLM2) or Path(arch).is_dir():
+        return
+    from lsverify import models
+    from lsverify.shrink import model_types
 
-        if arch not in TINY:
-            raise unknown(arch)
+    if arch in models.TINY:
+        return
+    if arch not in model_types():
+        raise models.unknown(arch)
+    models.require_usable(arch)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:

@@ -36,8 +36,8 @@ Arch = Annotated[
     list[str] | None,
     typer.Option(
         "--arch",
-        help="llama, mistral, qwen3_5, glm_moe_dsa (all four if none is named), another one of `lsverify archs`, "
-        "smollm2-135m, or a folder; repeatable.",
+        help="llama, mistral, qwen3_5, glm_moe_dsa (all four if none is named), another family or any causal model type "
+        "(see `lsverify archs`), smollm2-135m, or a folder; repeatable.",
     ),
 ]
 PolicySpec = Annotated[
@@ -104,6 +104,12 @@ def gate(
         int | None, typer.Option(help="Responses per replay pass; 4 on smollm2-135m, else 1.")
     ] = None,
     lora: Annotated[bool, typer.Option("--lora", help="Train peft adapters only.")] = False,
+    quantised: Annotated[
+        bool, typer.Option("--quantised", help="With --lora: over a base rounded to NF4.")
+    ] = False,
+    tied: Annotated[
+        bool, typer.Option("--tied", help="Tie the head of a small model to its embedding.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for receipt.json; without it none is kept.")
     ] = None,
@@ -134,6 +140,8 @@ def gate(
         chunk=chunk,
         branches=branches,
         lora=lora,
+        quantised=quantised,
+        tied=tied,
         quick=quick,
     )
     command = tuple(context.obj)
@@ -212,7 +220,7 @@ def table(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> i
 
 @app.command()
 def inventory(
-    arch: Annotated[str, typer.Argument(help="Tiny architecture, smollm2-135m, or a folder.")],
+    arch: Annotated[str, typer.Argument(help="Family, smollm2-135m, a folder, or a model type.")],
     prompt_length: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
     dtype: Annotated[str, typer.Option(help="Precision of the state.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
@@ -226,6 +234,59 @@ def inventory(
     else:
         show(rows)
     return 0
+
+
+@app.command()
+def archs(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Only these families and model types.")
+    ] = None,
+    prove: Annotated[
+        bool, typer.Option("--prove", help="Judge them now, and write archs.json and archs.md.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for what --prove writes.")] = Path("."),
+    seconds: Annotated[int, typer.Option(help="Time limit for each name under --prove.")] = 180,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcomes as JSON.")] = False,
+) -> int:
+    """List every family and model type, and what is proven of each."""
+    from lsverify import archs as architectures
+    from lsverify import report
+
+    outcomes = _proved(tuple(names or ()), out, seconds) if prove else architectures.recorded()
+    if names:
+        known = {o.name: o for o in outcomes.outcomes}
+        if missing := [name for name in names if name not in known]:
+            raise InputError(f"{missing[0]!r} is neither a family nor a model type with an outcome")
+        outcomes = outcomes.model_copy(update={"outcomes": tuple(known[n] for n in names)})
+    if as_json:
+        typer.echo(outcomes.model_dump_json(indent=1))
+    else:
+        architectures.show(outcomes, report.wide_console())
+    wrong = outcomes.count("failed") + outcomes.count("error")
+    return 1 if prove and wrong else 0
+
+
+def _proved(names: tuple[str, ...], out: Path, seconds: int) -> Any:
+    """Outcomes made now; those of other names are kept where the folder has them."""
+    from lsverify import archs as architectures
+    from lsverify import evidence, report
+
+    known = architectures.names()
+    if unknown := [name for name in names if name not in known]:
+        raise InputError(
+            f"{unknown[0]!r} is neither a family nor a model type: lsverify archs lists both"
+        )
+    evidence.check_folder(out)
+    notes = report.wide_console(stderr=True)
+
+    outcomes = architectures.in_folder(out)
+    for found in architectures.prove(names or known, seconds=seconds):
+        line = f"{found.name:28} {found.outcome:8} {report.number(found.rel_l2):8} {found.line}"
+        notes.print(line, highlight=False, markup=False, soft_wrap=True)
+        # One by one, so that what was found is kept if the rest is interrupted.
+        outcomes = architectures.merged(outcomes, found)
+        architectures.write(outcomes, out)
+    return outcomes
 
 
 @app.command()

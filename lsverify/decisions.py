@@ -57,11 +57,10 @@ class ChoiceMode(TorchFunctionMode):
         return result if other is None else other.reshape(result.shape)
 
     def _ask(self, scores: Tensor, chosen: Tensor) -> Tensor | None:
-        rows, picks = scores.shape[-1], chosen.shape[-1]
-        if not chosen.numel():
-            # The best of no candidates, as compressed keys are at a first token: nothing was decided.
+        candidates, picks = scores.shape[-1], chosen.shape[-1]
+        if not candidates or not picks:  # compressed keys: there is none yet to choose from
             return None
-        other = self.seen(scores.detach().reshape(-1, rows), chosen.reshape(-1, picks))
+        other = self.seen(scores.detach().reshape(-1, candidates), chosen.reshape(-1, picks))
         return None if other is None else other.reshape(chosen.shape)
 
 

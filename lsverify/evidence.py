@@ -126,6 +126,8 @@ class CaseConfig(_Record):
     chunk: int = Field(default=8, ge=1)
     branches: int = Field(default=1, ge=1)
     lora: bool = False
+    quantised: bool = False
+    tied: bool = False
     training: bool = True
     require: RungName = RUNGS[-1]
 

@@ -15,7 +15,7 @@ from lsverify.cases import load_candidate, source_of
 from lsverify.compare import Comparison, Limits
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
-from lsverify.models import TINY
+from lsverify.models import is_small
 from lsverify.objective import Objective
 from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
 from lsverify.oracles import check_objective
@@ -42,7 +42,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     fresh = functools.partial(path_of, config)
     fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
-    one_thread = threads(1 if config.arch in TINY else None)
+    one_thread = threads(1 if is_small(config.arch) else None)
     try:
         with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
             return _judged(config, fresh, referee)

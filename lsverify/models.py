@@ -8,30 +8,33 @@ float64 and rounded once, so a float32 model is the rounded float64 model of the
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
-    GlmMoeDsaConfig,
-    LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3_5TextConfig,
 )
 
-from lsverify import pretrained
+from lsverify import pretrained, shrink
+from lsverify.continuable import require_continuable
 from lsverify.errors import InputError
-from lsverify.precision import weight_dtype
+from lsverify.families import TINY
+from lsverify.families.sizes import VOCABULARY
+from lsverify.precision import computing, weight_dtype
+from lsverify.quantise import quantise
 
-VOCABULARY = 97
 ATTENTION = ("sdpa", "eager")
+# A type that no rule makes small is refused before it fills the memory.
+MOST_PARAMETERS = 3_000_000
 
 
 def build(
@@ -40,30 +43,44 @@ def build(
     seed: int,
     dtype: str = "float64",
     lora: bool = False,
+    quantised: bool = False,
+    tied: bool = False,
     train: bool = True,
     attention: str = "sdpa",
 ) -> PreTrainedModel:
-    """A causal language model that a path can train: the tiny `arch`, a local folder, or `smollm2-135m`.
+    """A causal language model that a path can train.
+
+    `arch` is a tiny family, `smollm2-135m`, a local folder, or any model type that the library lists as a causal
+    language model (see `lsverify.shrink`), looked up in this order.
 
     `seed` decides every value of a tiny model and, with `lora`, of the adapters; it leaves the global random state
     alone. `dtype` is a precision of `lsverify.precision`: float64 and float32 hold for every parameter and buffer;
     bfloat16 leaves in float32 what the library keeps there; bfloat16-autocast has float32 weights. `lora` freezes the
-    model under peft adapters (see `lsverify.adapters`); the model returned is then peft's wrapper. `train` chooses
-    train() or eval(); every dropout is zero in both. `attention` is the library's implementation, sdpa or eager.
+    model under peft adapters (see `lsverify.adapters`); the model returned is then peft's wrapper. `quantised` rounds
+    the base under them to NF4 (see `lsverify.quantise`). `tied` ties the head of a small model to its embedding.
+    `train` chooses train() or eval(); every dropout is zero in both. `attention` is the library's implementation,
+    sdpa or eager; eager where a model has no other.
 
-    Raises `InputError` for an unknown name or dtype, and for a folder that cannot be used.
+    Raises `InputError` for an unknown name or dtype, a folder that cannot be used, a type that cannot be built small
+    or continued from a state, `quantised` without `lora`, and `tied` where the head is what it is.
     """
     weight_dtype(dtype)
     if attention not in ATTENTION:
         raise InputError(f"attention {attention!r} is not known: use one of {', '.join(ATTENTION)}")
-    if arch in TINY:
-        model = tiny(TINY[arch](), seed=seed, dtype=dtype, attention=attention)
+    if quantised and not lora:
+        raise InputError(
+            "quantised needs lora: a 4-bit base is frozen, so only adapters over it train"
+        )
+    if is_small(arch):
+        model = _small(arch, seed=seed, dtype=dtype, attention=attention, tied=tied)
+    elif tied:
+        raise InputError(f"tied is for small models: {arch} has the head it was trained with")
     elif arch == pretrained.SMOLLM2:
         model = pretrained.smollm2(dtype=dtype, attention=attention)
-    elif Path(arch).is_dir():
-        model = pretrained.load(arch, dtype=dtype, attention=attention)
     else:
-        raise unknown(arch)
+        model = pretrained.load(arch, dtype=dtype, attention=attention)
+    if quantised:
+        quantise(model)
     if lora:
         from lsverify.adapters import attach
 
@@ -71,28 +88,90 @@ def build(
     return model.train(train)
 
 
+def is_small(arch: str) -> bool:
+    """Whether `build` makes a model of a few thousand numbers of this name, rather than read one from disk."""
+    return arch in TINY or not (arch == pretrained.SMOLLM2 or Path(arch).is_dir())
+
+
 def unknown(arch: str) -> InputError:
     """The error for a name that `build` does not know."""
     return InputError(
         f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
-        f"{pretrained.SMOLLM2}, or a local folder with config.json and safetensors weights"
+        f"{pretrained.SMOLLM2}, a local folder with config.json and safetensors weights, or a model type of "
+        "transformers (lsverify archs lists them)"
     )
 
 
+def _small(arch: str, *, seed: int, dtype: str, attention: str, tied: bool) -> PreTrainedModel:
+    """A model of a tiny family, or of a type shrunk by rule."""
+    model_class: Any = AutoModelForCausalLM
+    if arch in TINY:
+        config = TINY[arch]()
+    elif arch in shrink.model_types():
+        require_usable(arch)
+        config, model_class = shrink.shrunk(arch)
+    else:
+        raise unknown(arch)
+    if tied:
+        config.tie_word_embeddings = True
+    model = tiny(config, seed=seed, dtype=dtype, attention=attention, model_class=model_class)
+    if tied and model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        raise InputError(f"tied is not for {arch}: its head cannot be tied to its embedding")
+    return model
+
+
+@functools.cache
+def require_usable(model_type: str) -> None:
+    """Raises `InputError`, one line, for a type that cannot be built small or cannot be continued from a state."""
+    config, model_class = shrink.shrunk(model_type)
+    try:
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+    except Exception as error:  # whatever a model's own code raises on sizes it was not written for
+        raise shrink.cannot(model_type, "it cannot be built small", error) from error
+    if (count := sum(p.numel() for p in model.parameters())) > MOST_PARAMETERS:
+        name, largest = max(model.named_parameters(), key=lambda item: item[1].numel())
+        raise shrink.cannot(
+            model_type,
+            f"it stays large, with {count:,} parameters, {name} {tuple(largest.shape)} the largest of them",
+        )
+    try:
+        model = tiny(config, seed=0, dtype="float64", model_class=model_class)
+    except Exception as error:
+        raise shrink.cannot(model_type, "it cannot be built small", error) from error
+    with computing(model, "float64"):
+        require_continuable(model, name=f"model type {model_type!r}", vocabulary=VOCABULARY)
+
+
 def tiny(
-    config: PreTrainedConfig, *, seed: int, dtype: str, attention: str = "sdpa"
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: str,
+    attention: str = "sdpa",
+    model_class: Any = AutoModelForCausalLM,
 ) -> PreTrainedModel:
     """A model of `config` with every value drawn from `seed`, on the CPU, in train()."""
     # The library initialises from the global generator, whatever is drawn over it afterwards.
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention
+        make = getattr(model_class, "from_config", None) or model_class._from_config
+        model: PreTrainedModel = make(
+            config, dtype=torch.float32, attn_implementation=implementation(config, attention)
         )
     # The grouped matrix product, the library's choice for experts, refuses float64.
     model.config._experts_implementation = "eager"
     pretrained.cast(model, dtype)
     redraw(model, torch.Generator().manual_seed(seed))
     return model.train()
+
+
+def implementation(config: PreTrainedConfig, attention: str) -> str:
+    """The library's attention to use for `config`: `attention`, or eager where its class has no other.
+
+    Attention sinks and compressed keys have no fused kernel on the CPU.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return attention if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 @torch.no_grad()
@@ -108,16 +187,29 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
     }
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, tensor in sorted(tensors.items()):
+        if not tensor.is_floating_point():
+            tensor.copy_(_chosen(name, tensor, model, generator))
+            continue
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
-    module: Any
-    for module in model.modules():
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
         if hasattr(module, "decay_factors"):
             # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.
             names = ("query_decay", "key_decay", "diagonal_decay")
             for name, value in zip(names, module.decay_factors(module.slope_rate), strict=True):
                 module.get_buffer(name).copy_(value)
+
+
+def _chosen(name: str, tensor: Tensor, model: nn.Module, generator: torch.Generator) -> Tensor:
+    """A value for an integer buffer: a table from tokens [V] to k experts gets k different ones for each token."""
+    owner, _, leaf = name.rpartition(".")
+    if leaf != "tid2eid":
+        return tensor
+    router: Any = model.get_submodule(owner)
+    scores = torch.rand(len(tensor), router.num_experts, generator=generator)
+    return scores.argsort(dim=-1)[:, : tensor.shape[1]]
 
 
 def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
@@ -138,115 +230,13 @@ def _drawn(name: str, tensor: Tensor, noise: Tensor) -> Tensor:
         # A router's scores must differ clearly: top-k margins then stand far above the rounding floor.
         return 2.0 * noise / math.sqrt(tensor.shape[-1])
     if tensor.ndim < 2:
-        centre = torch.zeros_like(noise) if leaf == "bias" else tensor.to(torch.float64).mean()
-        return centre + (0.1 if leaf == "bias" else 0.2) * noise
+        if leaf == "bias":
+            return 0.1 * noise
+        # Around one for a norm, around zero for a norm that adds one; a small scale stays as small as it is.
+        centre = tensor.to(torch.float64).mean()
+        return centre + 0.2 * (min(abs(float(centre)), 1.0) or 1.0) * noise
     # Fused experts are [experts, out, in]; a depthwise convolution is [channels, 1, kernel]: both end in the fan-in.
     return noise / math.sqrt(tensor.shape[-1])
 
 
-def _llama() -> PreTrainedConfig:
-    """Grouped-query attention: 4 query heads on 2 key heads; untied embeddings."""
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _mistral() -> PreTrainedConfig:
-    """Sliding-window attention with a window of 8 tokens, which all but the shortest prompts exceed."""
-    return MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        sliding_window=8,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _qwen3_5() -> PreTrainedConfig:
-    """Gated delta net and full attention 3:1, twice as many value heads as key heads, kernel-4 convolution."""
-    return Qwen3_5TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_conv_kernel_dim=4,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=12,
-        linear_value_head_dim=8,
-        max_position_embeddings=8192,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-def _glm_moe_dsa() -> PreTrainedConfig:
-    """MLA latents, sparse attention on the 8 best keys, one dense layer and three of 8 experts.
-
-    Layers 0 and 2 run an indexer, 1 and 3 share the selection before them. The indexer has 32 heads, as in the family:
-    its scores are sums of ReLUs, and with few heads exact ties at zero are common (with 8, at a third of all prompts
-    of 200 tokens), which top-k breaks by the width it sees.
-    """
-    return GlmMoeDsaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-        indexer_types=["full", "shared", "full", "shared"],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=24,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        index_n_heads=32,
-        index_head_dim=16,
-        index_topk=8,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        **_SPECIAL,
-    )
-
-
-# A padding id would zero its embedding row's gradient, and no token of a tiny vocabulary is special.
-_SPECIAL: dict[str, None] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-
-TINY: dict[str, Callable[[], PreTrainedConfig]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen3_5": _qwen3_5,
-    "glm_moe_dsa": _glm_moe_dsa,
-}
+__all__ = ["ATTENTION", "TINY", "VOCABULARY", "build", "redraw", "tiny", "unknown"]

@@ -47,8 +47,16 @@ class _Promoting(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             return args[0].to(torch.float64)
+        if func is torch.full and _defaults_to_float32(args, kwargs or {}):
+            kwargs = {**(kwargs or {}), "dtype": torch.float64}
         args = tuple(_promoted(arg) for arg in args)
         return func(*args, **{name: _promoted(value) for name, value in (kwargs or {}).items()})
+
+
+def _defaults_to_float32(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `torch.full` is left to choose a dtype for a float: the lowest float64 does not fit its choice."""
+    value = args[1] if len(args) > 1 else kwargs.get("fill_value")
+    return isinstance(value, float) and kwargs.get("dtype") is None
 
 
 def _promoted(value: Any) -> Any:

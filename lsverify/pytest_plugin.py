@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lsv-chunk", type=int)
     group.addoption("--lsv-branches", type=int)
     group.addoption("--lsv-lora", action="store_true", help="train adapters only")
+    group.addoption("--lsv-quantised", action="store_true", help="over a base rounded to NF4")
+    group.addoption("--lsv-tied", action="store_true", help="tie head and embedding")
     group.addoption(
         "--lsv-quick", action="store_true", help="the smallest problem that shows anything"
     )
@@ -66,6 +68,8 @@ def options_of(config: pytest.Config) -> Options:
         chunk=get("--lsv-chunk"),
         branches=get("--lsv-branches"),
         lora=get("--lsv-lora"),
+        quantised=get("--lsv-quantised"),
+        tied=get("--lsv-tied"),
         quick=get("--lsv-quick"),
     )
 
@@ -90,7 +94,8 @@ def as_arguments(options: Options) -> list[str]:
         value = getattr(options, name)
         if value is not None:
             arguments.append(f"--lsv-{name.replace('_', '-')}={value}")
-    return arguments + [f"--lsv-{flag}" for flag in ("lora", "quick") if getattr(options, flag)]
+    flags = ("lora", "quantised", "tied", "quick")
+    return arguments + [f"--lsv-{flag}" for flag in flags if getattr(options, flag)]
 
 
 class Evidence:

@@ -61,7 +61,14 @@ class Setting:
 def make_setting(config: CaseConfig) -> Setting:
     """Build everything that a case needs. Raises `InputError` for what cannot be built."""
     objective = read_objective(config.objective)
-    model = build(config.arch, seed=config.seed, dtype=config.dtype, lora=config.lora)
+    model = build(
+        config.arch,
+        seed=config.seed,
+        dtype=config.dtype,
+        lora=config.lora,
+        quantised=config.quantised,
+        tied=config.tied,
+    )
     model.train(config.training)
     with computing(model, config.dtype):
         if config.arch == SMOLLM2:

@@ -49,9 +49,10 @@ def _hold(
 ) -> None:
     for name, expected in alone.items():
         actual = other[name][row, : expected.shape[1]]
-        error = float((actual - expected[0]).norm())
-        if not error <= limit * float(expected.norm()):
-            changed = (actual - expected[0]).norm(dim=-1) > limit * expected[0].norm(dim=-1)
+        difference, own = (actual - expected[0]).flatten(1), expected[0].flatten(1)
+        error = float(difference.norm())
+        if not error <= limit * float(own.norm()):
+            changed = difference.norm(dim=-1) > limit * own.norm(dim=-1)
             position = int(changed.nonzero()[0]) if bool(changed.any()) else 0
             raise NotShareable(
                 f"{name}: the prompt's values change with {what}, first at position {position} of "
@@ -67,7 +68,9 @@ def _layers(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> dic
 
     def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
         hidden = output[0] if isinstance(output, tuple) else output
-        found[name] = hidden.detach()
+        # Several residual streams may stand in front of the batch.
+        in_front = hidden.dim() == 4 and hidden.shape[:2] != tokens.shape
+        found[name] = (hidden.movedim(0, -1) if in_front else hidden).detach()
 
     handles = [
         layer.register_forward_hook(partial(note, name))

@@ -85,7 +85,10 @@ class _Dims:
 
     def __call__(self, *names: str) -> int:
         for name in names:
-            value: Any = getattr(self.config, name, None)
+            try:
+                value: Any = getattr(self.config, name, None)
+            except RuntimeError:  # it varies from layer to layer, so it is no size of the model's
+                continue
             if isinstance(value, int):
                 return int(value)
         return 0

@@ -238,13 +238,14 @@ class Trace:
             for place in self._places(row, column):
                 for part in range(per_token):
                     line = number * per_token + part
-                    key = (Site(name, self._calls[name] * per_token + part), place)
+                    key = (Site(name, self._calls[name] + part), place)
                     first = _first_candidate(row, masked[line])
                     choice = tuple(index - first for index in sets[line].tolist() if index >= 0)
                     self._note(key, Choice(choice, gaps[line].item(), sizes[line].item()))
                     if replaced is not None:
                         self._force(key, replaced[line], first)
-        self._calls[name] += 1
+        # A router that chooses groups first asks per group, then per token: each answer has a number of its own.
+        self._calls[name] += per_token
         return replaced
 
     def _note(self, key: tuple[Site, Place], choice: Choice) -> None:

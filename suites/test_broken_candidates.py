@@ -11,12 +11,11 @@ import gc
 
 import pytest
 
-from lsverify.cases import QUICK
+from lsverify.cases import DEFAULT_ARCHS, QUICK
 from lsverify.evidence import CaseConfig
 from lsverify.faults import FAULTS
 from lsverify.faults.honest import HONEST
 from lsverify.ladder import judge
-from lsverify.models import TINY
 from lsverify.strategies import profile
 
 DEEP = profile() == "deep"
@@ -41,14 +40,14 @@ def planted():
         for fault in FAULTS.values()
         for arch in (fault.architectures if DEEP else fault.architectures[:1])
     ]
-    return sorted(pairs, key=lambda pair: (list(TINY).index(pair[0]), str(pair[1].options)))
+    return sorted(pairs, key=lambda pair: (DEFAULT_ARCHS.index(pair[0]), str(pair[1].options)))
 
 
 def honest():
     return [
         (arch, name)
-        for arch in TINY
-        for name in (HONEST if arch == next(iter(TINY)) else EVERYWHERE)
+        for arch in DEFAULT_ARCHS
+        for name in (HONEST if arch == DEFAULT_ARCHS[0] else EVERYWHERE)
     ]
 
 

@@ -25,11 +25,12 @@ from lsverify.cache import (
     state_of,
     with_leaves,
 )
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.models import TINY, tiny
 from lsverify.precision import computing
 from lsverify.prompt import continue_from
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 KINDS = {
     "llama": [["attention", "attention"]] * 4,
     "mistral": [["sliding", "sliding"]] * 4,

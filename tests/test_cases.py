@@ -46,7 +46,7 @@ def test_the_default_is_four_architectures_and_two_policies_at_oracle_precision(
 
 def test_what_is_known_here_is_what_is_known_there():
     """Names that are repeated so that the command line starts without torch."""
-    assert sorted(DEFAULT_ARCHS) == sorted(TINY)
+    assert set(DEFAULT_ARCHS) <= set(TINY)
     assert tuple(PRECISIONS) == DTYPES
     assert SMOLLM2 == PRETRAINED
 

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 import torch
 
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 from lsverify.inventory import rows_of, show
-from lsverify.models import TINY
 
 
 def kinds(rows):
@@ -91,5 +91,5 @@ def test_what_cannot_be_listed_is_said(arch, length, dtype, told):
         rows_of(arch, prompt_length=length, dtype=dtype)
 
 
-def test_all_tiny_architectures_are_covered_above():
-    assert set(TINY) == {"llama", "mistral", "qwen3_5", "glm_moe_dsa"}
+def test_all_default_architectures_are_covered_above():
+    assert set(DEFAULT_ARCHS) == {"llama", "mistral", "qwen3_5", "glm_moe_dsa"}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lsverify.cache import state_of
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 from lsverify.ledger import (
     MemoryModel,
@@ -20,7 +21,7 @@ from lsverify.ledger import (
     state_bytes,
     update_seconds,
 )
-from lsverify.models import TINY, VOCABULARY, build
+from lsverify.models import VOCABULARY, build
 from lsverify.objective import preset
 from lsverify.paths import full_autograd, longstraw, score
 from lsverify.policies import parse_policy
@@ -28,7 +29,7 @@ from lsverify.problems import Problem, ProblemSpec, draw
 from lsverify.prompt import capture
 from lsverify.watch import Watch
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 GRPO = preset("grpo")
 UNEVEN = draw(
     ProblemSpec(prompt_lengths=(21, 13), group_sizes=(2, 1), response_lengths=(6, 1, 4)), VOCABULARY

@@ -8,10 +8,11 @@ from torch import nn
 
 from lsverify import memory
 from lsverify.cache import new_cache
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 from lsverify.fresh_process import in_fresh_process
 from lsverify.memory import LiveBytes, Phases, Resident, resident_peak
-from lsverify.models import TINY, build
+from lsverify.models import build
 
 FLOAT = 4
 ROWS, WIDTH, DEPTH = 64, 32, 5
@@ -130,7 +131,7 @@ def test_a_python_autograd_function_is_seen_in_both_directions():
     assert live.peak == 1200
 
 
-@pytest.mark.parametrize("arch", sorted(TINY))
+@pytest.mark.parametrize("arch", sorted(DEFAULT_ARCHS))
 def test_the_peak_repeats_to_the_byte(arch):
     first, second = model_step(arch), model_step(arch)
     assert first == second

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRouter
 
 from lsverify import adapters, models, pretrained
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 
-ARCHS = sorted(models.TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 
 
 def tokens(count=40, seed=0):

@@ -11,8 +11,9 @@ from small_steps import GRPO, distance, gradients, problem_for
 from torch import nn
 
 import lsverify.paths
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError, StalePromptState
-from lsverify.models import TINY, build
+from lsverify.models import build
 from lsverify.objective import monolithic, preset
 from lsverify.paths import (
     SweepMismatch,
@@ -30,7 +31,7 @@ from lsverify.prompt import capture
 from lsverify.references import stopped_reference, take_gradients
 from lsverify.watch import Watch
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 UNEVEN = {"prompt_lengths": (9, 5), "group_sizes": (2, 3), "response_lengths": (3, 1, 4, 1, 2)}
 KL = preset("grpo", beta=0.5, kl="k3")
 

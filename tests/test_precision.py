@@ -5,12 +5,13 @@ import torch
 from small_steps import GRPO, distance, gradients, problem_for, tokens
 from torch import nn
 
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
-from lsverify.models import TINY, build
+from lsverify.models import build
 from lsverify.paths import full_autograd, full_score, longstraw
 from lsverify.precision import DTYPES, computing, deterministic, threads, weight_dtype
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 
 
 def norms_inside(model):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, GPT2Config, GPT2LMHeadModel
 
 from lsverify import models, pretrained
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 
 
@@ -42,7 +43,7 @@ def refusal(folder, **arguments):
     return text
 
 
-@pytest.mark.parametrize("arch", sorted(models.TINY))
+@pytest.mark.parametrize("arch", sorted(DEFAULT_ARCHS))
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_a_saved_model_comes_back(arch, dtype, tmp_path, no_network):
     built = models.build(arch, seed=4, dtype=dtype)

@@ -9,12 +9,13 @@ from torch import nn
 
 import lsverify.prompt
 from lsverify.cache import by_path, map_state, new_cache, state_of
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError, StalePromptState
-from lsverify.models import TINY, build
+from lsverify.models import build
 from lsverify.prompt import capture, continue_from, keep_logits, unwrapped
 from lsverify.tags import adapter_of, fingerprint, tags_of, token_hash, weights_version
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 PROMPT = tokens(9)
 
 

@@ -7,6 +7,7 @@ import torch
 from small_steps import GRPO, distance, gradients, problem_for
 from torch import nn
 
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.models import TINY, build, tiny
 from lsverify.objective import Scores, preset
 from lsverify.paths import full_autograd, full_score
@@ -21,7 +22,7 @@ from lsverify.references import (
     take_gradients,
 )
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 UNEVEN = {"prompt_lengths": (9, 5), "group_sizes": (2, 3), "response_lengths": (3, 1, 4, 1, 2)}
 
 

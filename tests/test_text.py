@@ -8,6 +8,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from lsverify import models, text
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 
 
@@ -61,7 +62,7 @@ def test_prompts_that_cannot_be_had_are_refused(letters, arguments, said):
         text.prompts(letters, seed=0, **arguments)
 
 
-@pytest.mark.parametrize("arch", sorted(models.TINY))
+@pytest.mark.parametrize("arch", sorted(DEFAULT_ARCHS))
 def test_responses_come_from_the_models_own_distribution(arch):
     model = models.build(arch, seed=2)
     prompt = torch.arange(20)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
-from lsverify.models import TINY, build
+from lsverify.models import build
 from lsverify.untouched import Untouched, require_no_gradients
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 TOKENS = torch.arange(12)[None]
 
 

@@ -6,13 +6,14 @@ from torch import nn
 from torch.func import functional_call
 
 from lsverify.cache import new_cache, state_of
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 from lsverify.memory import LiveBytes
-from lsverify.models import TINY, build
+from lsverify.models import build
 from lsverify.untouched import Untouched
 from lsverify.watch import Backward, Forward, Watch
 
-ARCHS = sorted(TINY)
+ARCHS = sorted(DEFAULT_ARCHS)
 TOKENS = torch.arange(14).reshape(2, 7)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from lsverify.cases import DEFAULT_ARCHS
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, RungName
-from lsverify.models import TINY
 from lsverify.objective import Objective
 from lsverify.paths import StepResult
 from lsverify.problems import Problem
 
-EVERY = tuple(TINY)
+EVERY = DEFAULT_ARCHS
 Candidate = Callable[[nn.Module, Problem, Objective], StepResult | None]
 
 
