@@ -7,6 +7,7 @@ from lsverify import evidence, ladder
 from lsverify.cases import QUICK
 from lsverify.evidence import CaseConfig, CaseReceipt, Distance, Parameter, Receipt, Rung
 from lsverify.ladder import judge
+from lsverify.precision import deterministic
 
 # The memory tracker collects garbage first. What is imported by now stays, and need not be searched each time.
 gc.collect()
@@ -75,4 +76,6 @@ def made_up(status="proven", measure=1.5e-15, **fields):
 
 
 def receipt_of(*cases, command=("gate",)):
-    return Receipt(environment=evidence.environment(), command=command, cases=cases)
+    with deterministic():
+        here = evidence.environment()
+    return Receipt(environment=here, command=command, cases=cases)

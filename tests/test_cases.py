@@ -137,7 +137,7 @@ def test_a_candidate_is_imported_before_anything_is_judged(tmp_path):
         ({"dtype": "float16"}, "dtype 'float16' is not known: use one of float64, float32"),
         ({"reference": "half"}, "reference 'half' is not known: use one of declared, full"),
         ({"require": "learning"}, "require 'learning' is not known: use one of objective, exec"),
-        ({"objective": "ppo"}, "objective 'ppo' is not known: use one of grpo, dr_grpo"),
+        ({"objective": "ppo"}, "objective 'ppo' is not known; choose from grpo, dr_grpo"),
         ({"prompt_length": 0}, "prompt length 0 is not allowed: Input should be greater than"),
         ({"group_size": 0}, "group size 0 is not allowed: Input should be greater than"),
         ({"chunk": -1}, "chunk -1 is not allowed: Input should be greater than"),

@@ -194,7 +194,7 @@ BAD = [
     (["--response-length", "3,x"], "response length '3,x' is not allowed"),
     (["--response-length", "1,2,3,4"], "names 4 lengths for 3 responses"),
     (["--dtype", "float16"], "dtype 'float16' is not known: use one of float64"),
-    (["--objective", "ppo"], "objective 'ppo' is not known: use one of grpo"),
+    (["--objective", "ppo"], "objective 'ppo' is not known; choose from grpo"),
     (["--require", "learning"], "require 'learning' is not known: use one of objective"),
     (["--reference", "half"], "reference 'half' is not known: use one of declared, full"),
     (["--wandb", "on"], "wandb 'on' is not known: use one of offline, online, disabled"),

@@ -212,8 +212,8 @@ def test_groups_of_one_have_a_gradient_of_exactly_zero(policy):
 def test_a_reference_whose_terms_do_not_sum_to_full_convicts_itself(monkeypatch):
     real = referee.stopped_reference
 
-    def half(*arguments):
-        stopped = real(*arguments)
+    def half(*arguments, **options):
+        stopped = real(*arguments, **options)
         state = {n: g if g is None else g / 2 for n, g in stopped.state.items()}
         return Stopped(response=stopped.response, state=state)
 

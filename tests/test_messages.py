@@ -48,7 +48,7 @@ REFUSED = [
     ),
     (
         lambda path: options(objective="ppo").cases(),
-        "objective 'ppo' is not known: use one of grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce",
+        "objective 'ppo' is not known; choose from grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce",
     ),
     (
         lambda path: options(require="all").cases(),

@@ -293,17 +293,17 @@ def test_a_second_run_decides_whether_a_path_repeats_itself(judge):
     run, again = record(judge, full_autograd), timed(full_autograd, *step)
     held = claim(judge, run)
     same = judge.compared(held, run.gradients)
-    assert gradient(held, run, again, judge, same).status == "proven"
+    assert gradient(held, run, (again,), judge, same).status == "proven"
 
     name = "model.norm.weight"
     other = replace(again, gradients=again.gradients | {name: again.gradients[name] * (1 + 1e-6)})
-    found = gradient(held, run, other, judge, same)
+    found = gradient(held, run, (other,), judge, same)
     assert found.status == "nondeterministic"
     assert found.measure > found.limit
     assert "to the reference" not in found.detail
 
     missing = replace(again, gradients=again.gradients | {name: None})
-    assert gradient(held, run, missing, judge, same).status == "nondeterministic"
+    assert gradient(held, run, (missing,), judge, same).status == "nondeterministic"
 
 
 def test_a_gradient_that_is_not_finite_is_a_failure_and_not_noise(judge):
@@ -311,7 +311,7 @@ def test_a_gradient_that_is_not_finite_is_a_failure_and_not_noise(judge):
     name = "model.norm.weight"
     bad = replace(run, gradients=run.gradients | {name: run.gradients[name] * float("nan")})
     held = claim(judge, bad)
-    found = gradient(held, bad, bad, judge, judge.compared(held, bad.gradients))
+    found = gradient(held, bad, (bad,), judge, judge.compared(held, bad.gradients))
     assert found.status == "failed"
     assert f"{name}: 48 of 48 values are not finite" in found.detail
 
@@ -321,7 +321,7 @@ def test_a_path_that_does_not_capture_again_after_an_update_is_refused():
     receipt = judged(candidate="keeps_its_capture")
     statuses = [found.status for found in receipt.rungs]
     assert statuses == ["proven"] * 4 + ["failed"]
-    assert "after two sgd steps" in rung(receipt, "optimizer_delta").detail
+    assert "after 3 sgd steps" in rung(receipt, "optimizer_delta").detail
 
 
 @pytest.mark.parametrize("name", ["own_update_with_another_clip", "own_update_not_taken"])
@@ -335,7 +335,7 @@ def test_an_update_that_moves_nothing_proves_nothing():
     receipt = judged(candidate="own_update_of_nothing")
     found = rung(receipt, "optimizer_delta")
     assert found.status == "vacuous"
-    assert "two sgd steps of lr 0 move no parameter" in found.detail
+    assert "3 sgd steps of lr 0 move no parameter" in found.detail
     assert not receipt.reached
 
 
@@ -359,6 +359,6 @@ def test_a_factor_that_adam_would_hide_is_seen_under_sgd(judge):
 
     run = record(judge, half)
     held = claim(judge, run)
-    found = ladder._optimizer(half, held, judge, run)
+    found = ladder._optimizer(lambda: half, held, judge, run)
     assert found.status == "failed"
-    assert "after two sgd steps" in found.detail
+    assert "after 3 sgd steps" in found.detail

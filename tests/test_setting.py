@@ -61,8 +61,29 @@ def test_the_second_step_meets_the_first_ones_prompt_with_other_responses(made):
     first, second = made.problem, made.second
     assert second.prompt_hash(0) == first.prompt_hash(0)
     assert second.prompt_hash(1) != first.prompt_hash(1)
-    assert second.response_lengths == first.response_lengths
+    assert second.response_lengths[: len(first)] == first.response_lengths
     assert not torch.equal(second.tokens(0), first.tokens(0))
+
+
+def test_the_second_step_has_what_confuses(made):
+    first, second = made.problem, made.second
+    prompts = [group.prompt for group in second.groups]
+    assert len(prompts[0]) == len(prompts[1])
+    assert torch.equal(prompts[0][:-2], prompts[1][:-2])
+    assert not torch.equal(prompts[0], prompts[1])
+    assert torch.equal(prompts[1], prompts[2])
+    vocabulary = made.model.config.get_text_config().vocab_size
+    assert prompts[1][-2:].tolist() == [0, vocabulary - 1]
+    assert len({response.reward for response in second.groups[0].responses}) == 1
+    assert any(response.truncated for response in second.responses)
+    assert all(response.sampler_logp is not None for response in second.responses)
+    holes = [(r.old_logp, r.ref_logp, r.mask) for r in second.responses if not r.mask.all()]
+    assert holes
+    for old, reference, mask in holes:
+        assert old[~mask].isnan().all()
+        assert reference[~mask].isnan().all()
+        assert not old[mask].isnan().any()
+    assert any(not mask[0] for *_, mask in holes)
 
 
 @pytest.mark.parametrize("name", ["problem", "second"])

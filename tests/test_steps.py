@@ -113,7 +113,7 @@ def test_the_mode_is_the_steps_own_even_where_models_are_shared():
 def test_a_step_says_what_it_is():
     text = str(Step(spec=SPEC.model_copy(update={"holes": True}), policy="tail:2", training=False))
     assert text == (
-        "grpo tail:2 seed 4 prompts (11, 5) groups (2, 2) responses (3, 1) chunk 8 "
+        "grpo tail:2 seed 4 prompts (11, 5) groups (2, 2) responses (3, 1) chunk 8 branches 1 "
         "distinct rewards eval() holes"
     )
 
