@@ -152,15 +152,17 @@ def compact(cache: Cache) -> Cache:
     return map_state(cache, own)
 
 
-def leaves_of(cache: Cache) -> dict[str, Tensor]:
-    """Leaf copies of every differentiable tensor of the state, by path; their `.grad` collects d loss / d z.
+def leaves_of(
+    cache: Cache, chosen: Callable[[int | None, str], bool] = lambda layer, kind: True
+) -> dict[str, Tensor]:
+    """Leaf copies of the differentiable tensors of the state, by path; their `.grad` collects d loss / d z.
 
-    An indexer's keys are left out: they choose positions and carry no gradient.
+    `chosen(layer, kind)` says of which. An indexer's keys are left out: they choose positions and carry no gradient.
     """
     return {
         slot.path: tensor.detach().requires_grad_()
         for slot, tensor in state_of(cache).items()
-        if slot.kind != "index"
+        if slot.kind != "index" and chosen(slot.layer, slot.kind)
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -142,6 +144,15 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name} {value!r} is not known: use one of {', '.join(allowed)}")
+
+
+def source_of(candidate: Any) -> str | None:
+    """sha256 (first 12 digits) of the file that defines the candidate, None where there is no such file."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(candidate))
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    except (TypeError, OSError, ValueError):
+        return None
 
 
 def load_candidate(spec: str) -> Any:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,9 +25,11 @@ from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError
 from lsverify.objective import Objective, Plan, Scores, monolithic, prepare, token_logp
-from lsverify.policies import Policy, parse_policy
+from lsverify.policies import Policy, parse_policy, require_chosen
 from lsverify.problems import Problem
 from lsverify.prompt import Chunk, PromptState, capture, continue_from, keep_logits, unwrapped
+from lsverify.stale import StaleStates
+from lsverify.tags import tags_of
 
 CHUNK = 512
 # How closely a recomputed chunk must reproduce its saved state: relative L2, above what another summation order costs.
@@ -120,6 +123,7 @@ def longstraw(
     policy: str | Policy = "exact",
     chunk: int = CHUNK,
     branches: int = 1,
+    states: StaleStates | None = None,
     reference_model: nn.Module | None = None,
 ) -> StepResult:
     """The LongStraw step: capture, frozen scores, replay one response at a time, sweep (arXiv 2607.14952).
@@ -127,9 +131,10 @@ def longstraw(
     At most one chunk's or one branch's graph is alive at a time, whatever the group size; gradient checkpointing is
     off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once.
     `branches` responses share a replay: every backward pass moves all gradients through memory, so short responses go
-    faster together, each with a copy of the state. Raises `InputError` for a malformed policy, a chunk or branches
-    below 1, and a model that keeps state out of its cache, `StalePromptState` when the weights change under the step,
-    and `SweepMismatch` when a recomputed chunk is not the captured one.
+    faster together, each with a copy of the state. `states` keeps what `stale:n` reuses from step to step; without it
+    each step is the first. Raises `InputError` for a malformed policy, one that does not fit the model, a chunk or
+    branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the weights change under
+    the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     if branches < 1:
         raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
@@ -140,20 +145,42 @@ def longstraw(
     )
     total = 0.0
     log_probs: dict[int, Tensor] = {}
+    kept = (states or StaleStates(policy.refresh)) if policy.refresh else None
+    if kept:
+        kept.begin(model)
     for prompt, members in shared_prompts(problem):
-        boundary, stop = policy.boundary(len(prompt)), policy.stop(len(prompt))
-        state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
-        leaves = state.leaves() if boundary > stop else {}
+        boundary, scale = policy.boundary(len(prompt)), _scale(policy, problem, members[0])
+        stop = policy.stop(len(prompt)) if scale else boundary
+        capturing = partial(capture, model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
+        state = kept.of(prompt, boundary, capturing) if kept else capturing()
+        require_chosen(policy, state)
+        leaves = state.leaves(policy.carries) if boundary > stop else {}
         for together in batched(members, branches):
             loss, replayed = _replay(model, problem, together, plan, state, leaves)
             total += loss
             log_probs |= replayed
-        state.check(model, prompt, boundary)
-        cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
+        if kept:
+            kept.check(state, tags_of(model, prompt, boundary))
+        else:
+            state.check(model, prompt, boundary)
+        cotangents = {
+            path: leaf.grad if scale == 1.0 else scale * leaf.grad
+            for path, leaf in leaves.items()
+            if leaf.grad is not None
+        }
         del leaves
         _sweep(model, state, cotangents)
     ordered = tuple(log_probs[i] for i in range(len(problem)))
     return StepResult(loss=total, log_probs=ordered, reference=policy.spec)
+
+
+def _scale(policy: Policy, problem: Problem, member: int) -> float:
+    """What the state term of the member's prompt is multiplied by."""
+    if policy.probability is not None and problem.seed is None:
+        raise InputError(
+            f"policy {policy.spec!r} tosses a coin for each step and prompt: give the problem a seed of its own"
+        )
+    return policy.scale(problem.prompt_hash(problem.group_of[member]), problem.seed or 0)
 
 
 def _replay(

@@ -144,11 +144,18 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Torch's deterministic algorithms, for as long as the context lasts."""
+    """Torch's deterministic algorithms, for as long as the context lasts.
+
+    Memory that is not yet written is not filled: that costs time and belongs to no step.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill

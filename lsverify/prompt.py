@@ -8,7 +8,7 @@ as far back as a sweep will go. `PromptState.branch` hands a response its own le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -121,13 +121,17 @@ class PromptState:
             self.branch(leaves), lambda _, tensor: tensor.expand(rows, *tensor.shape[1:])
         )
 
-    def leaves(self) -> dict[str, Tensor]:
-        """Leaf copies of the differentiable state (see `leaves_of`)."""
-        return leaves_of(self.cache)
+    def leaves(self, chosen: Callable[[int | None, str], bool]) -> dict[str, Tensor]:
+        """Leaf copies of the differentiable state that is `chosen(layer, kind)` (see `leaves_of`)."""
+        return leaves_of(self.cache, chosen)
 
     def check(self, model: nn.Module, prompt: Tensor, boundary: int) -> None:
         """Raise `StalePromptState`, naming what changed, unless this state belongs to just this use."""
-        now, then = asdict(tags_of(model, prompt, boundary)), asdict(self.tags)
+        self.check_tags(tags_of(model, prompt, boundary))
+
+    def check_tags(self, tags: Tags) -> None:
+        """The same for tags that are known already."""
+        now, then = asdict(tags), asdict(self.tags)
         moved = [
             f"{name} was {then[name]} and is {now[name]}"
             for name in then

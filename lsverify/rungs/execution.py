@@ -60,7 +60,11 @@ def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> I
     """Every forward pass in order: capture without graph, replay, sweep."""
     assert run.watch is not None
     plan = expected_schedule(
-        "longstraw", shared(problem), claim.policy, chunk=config.chunk, branches=config.branches
+        "longstraw",
+        shared(problem, claim.policy),
+        claim.policy,
+        chunk=config.chunk,
+        branches=config.branches,
     )
     expected = [(p.rows * p.tokens, p.grad) for p in plan]
     seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]
