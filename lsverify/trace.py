@@ -147,6 +147,10 @@ class Trace:
             ids.tolist(), positions, padding, pasts, strict=True
         ):
             members = self._members(tokens, where, past)
+            if not members:
+                members = self._padded_on_the_right(tokens, where, past)
+                ends = [len(self._tokens[i]) - 1 for i in members]
+                where = [p if p < max(ends, default=0) else -1 for p in where] if ends else where
             self.unplaced += sum(p >= 0 for p in where) if not members else 0
             row = _Row(where, members, keys, hidden)
             self._rows.append(row)
@@ -167,6 +171,19 @@ class Trace:
             if seen and all(p < len(own) and own[p] == t for p, t in seen)
         ]
         return [i for i in fits if i in self._origins.get(past, fits)] or fits
+
+    def _padded_on_the_right(
+        self, tokens: list[int], positions: list[int], past: tuple[int, ...] | None
+    ) -> list[int]:
+        """The members that a row fits up to the last token they forward; without a mask, padding may follow it."""
+        fits = {}
+        for i, own in enumerate(self._tokens):
+            end = len(own) - 1
+            seen = [(p, t) for p, t in zip(positions, tokens, strict=True) if 0 <= p < end]
+            if seen and all(own[p] == t for p, t in seen):
+                fits[i] = len(seen)
+        best = [i for i, length in fits.items() if length == max(fits.values())]
+        return [i for i in best if i in self._origins.get(past, best)]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given = _cache(arguments_by_name(module, args, kwargs))
