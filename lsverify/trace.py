@@ -92,6 +92,7 @@ class Trace:
         self._prompts = [problem.prompt_hash(group) for group in problem.group_of]
         self._tokens = [problem.tokens(i).tolist() for i in range(len(problem))]
         self._rows: list[_Row] = []
+        self._given_positions: Any = None
         self._origins: dict[tuple[int, ...] | None, list[int]] = {}
         self._modules: list[str] = []
         self._calls: dict[str, int] = {}
@@ -110,6 +111,7 @@ class Trace:
         head = unwrapped(self._model)
         _, parents = way_to_embedding(self._model)
         backbone = parents[-1]
+        keep(head.register_forward_pre_hook(self._head_enters, with_kwargs=True))
         keep(backbone.register_forward_pre_hook(self._enter, with_kwargs=True))
         keep(backbone.register_forward_hook(self._leave, with_kwargs=True))
         keep(head.register_forward_hook(self._logits, with_kwargs=True))
@@ -135,8 +137,14 @@ class Trace:
         """Whether every response token's log-prob was seen in a pass with autograd."""
         return all(not bool(row.isnan().any()) for row in self.log_probs)
 
+    def _head_enters(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Some backbones have no use for positions: what the whole model was given says where its tokens stand."""
+        self._given_positions = arguments_by_name(module, args, kwargs).get("position_ids")
+
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = arguments_by_name(module, args, kwargs)
+        if given.get("position_ids") is None:
+            given = {**given, "position_ids": self._given_positions}
         ids = given.get("input_ids")
         self._rows = []
         if not isinstance(ids, Tensor):
@@ -186,6 +194,7 @@ class Trace:
         return [i for i in best if i in self._origins.get(past, best)]
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._given_positions = None
         given = _cache(arguments_by_name(module, args, kwargs))
         made = getattr(output, "cache", None) if given is None else given
         pasts = _pasts(made, len(self._rows))
