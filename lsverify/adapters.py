@@ -83,7 +83,7 @@ def _is_plain(module: nn.Linear | Conv1D) -> bool:
     width, out = module.weight.shape[1], module.weight.shape[0]
     try:
         with torch.no_grad():
-            return module(module.weight.new_zeros(1, width)).shape == (1, out)
+            return bool(module(module.weight.new_zeros(1, width)).shape == (1, out))
     except RuntimeError:
         return False
 
