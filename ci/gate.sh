@@ -4,4 +4,4 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 bash "$here/setup.sh"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-exec "$here/../.venv/bin/lsverify" gate "$@"
+exec "$here/../.venv/bin/lsverify" gate --out "$here/../lsverify-out" "$@"

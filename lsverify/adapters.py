@@ -6,7 +6,7 @@ import math
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -83,7 +83,8 @@ def _is_plain(module: nn.Linear | Conv1D) -> bool:
     width, out = module.weight.shape[1], module.weight.shape[0]
     try:
         with torch.no_grad():
-            return bool(module(module.weight.new_zeros(1, width)).shape == (1, out))
+            mapped: Tensor = module(module.weight.new_zeros(1, width))
+            return mapped.shape == (1, out)
     except RuntimeError:
         return False
 

@@ -309,7 +309,10 @@ def _read(path: str) -> tuple[PathName, Policy | None]:
         return "full_batched", None
     if path == "full_serial":
         return "full_serial", None
-    return "longstraw", parse_policy(path)
+    try:
+        return "longstraw", parse_policy(path)
+    except InputError as error:
+        raise InputError(f"path {path!r} is neither {' nor '.join(FULL)}, and {error}") from None
 
 
 def _ready(workload: Workload, path: str, group_size: int) -> tuple[nn.Module, Problem]:

@@ -20,11 +20,12 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DummyLayer,
-    DynamicCache,
     DynamicIndexedLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
+
+from lsverify.continuation.carriers import empty_cache
 
 KINDS = ("attention", "sliding", "latent", "index", "conv", "recurrent")
 
@@ -102,7 +103,7 @@ def _assigning(layer_class: type) -> type:
 
 def new_cache(config: Any) -> Cache:
     """An empty cache for a model of this config; every layer of it is functional."""
-    cache = DynamicCache(config=config)
+    cache = empty_cache(config)
     latent = getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
     layers: list[Any] = cache.layers
     for layer in layers:
@@ -151,15 +152,17 @@ def compact(cache: Cache) -> Cache:
     return map_state(cache, own)
 
 
-def leaves_of(cache: Cache) -> dict[str, Tensor]:
-    """Leaf copies of every differentiable tensor of the state, by path; their `.grad` collects d loss / d z.
+def leaves_of(
+    cache: Cache, chosen: Callable[[int | None, str], bool] = lambda layer, kind: True
+) -> dict[str, Tensor]:
+    """Leaf copies of the differentiable tensors of the state, by path; their `.grad` collects d loss / d z.
 
-    An indexer's keys are left out: they choose positions and carry no gradient.
+    `chosen(layer, kind)` says of which. An indexer's keys are left out: they choose positions and carry no gradient.
     """
     return {
         slot.path: tensor.detach().requires_grad_()
         for slot, tensor in state_of(cache).items()
-        if slot.kind != "index"
+        if slot.kind != "index" and chosen(slot.layer, slot.kind)
     }
 
 

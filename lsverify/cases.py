@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ from pydantic import ValidationError
 
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig
-from lsverify.objective_options import PRESETS
+from lsverify.objective_options import read_objective
 from lsverify.policies import parse_policy
 
 DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
@@ -65,7 +67,7 @@ class Options:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("reference", self.reference, REFERENCES)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
-        _one_of("objective", self.objective, tuple(PRESETS))
+        read_objective(self.objective)
         if self.quantised and not self.lora:
             raise InputError(
                 "quantised needs lora: a 4-bit base is frozen, so only adapters over it train"
@@ -155,6 +157,15 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise InputError(f"{name} {value!r} is not known: use one of {', '.join(allowed)}")
+
+
+def source_of(candidate: Any) -> str | None:
+    """sha256 (first 12 digits) of the file that defines the candidate, None where there is no such file."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(candidate))
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    except (TypeError, OSError, ValueError):
+        return None
 
 
 def load_candidate(spec: str) -> Any:

@@ -35,11 +35,19 @@ app = typer.Typer(
 Arch = Annotated[
     list[str] | None,
     typer.Option(
-        "--arch", help="Family, smollm2-135m, a folder, or any causal model type; repeatable."
+        "--arch",
+        help="llama, mistral, qwen3_5, glm_moe_dsa (all four if none is named), another family or any causal model type "
+        "(see `lsverify archs`), smollm2-135m, or a folder; repeatable.",
     ),
 ]
 PolicySpec = Annotated[
-    list[str] | None, typer.Option("--policy", help="exact, detach, window:M, tail:K; repeatable.")
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        help="exact, detach, window:M, tail:K, layers:0,2-3, kinds:recurrent,conv, roulette:P, stale:N, joined by + where "
+        "it means something; repeatable; exact and detach if none is named. With --candidate it replaces what the "
+        "candidate claims.",
+    ),
 ]
 
 
@@ -62,23 +70,35 @@ def gate(
     policy: PolicySpec = None,
     candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
     reference: Annotated[
-        str, typer.Option(help="Hold to the declared reference, or to full autograd.")
+        str, typer.Option(help="declared: hold to what the path claims; full: to full autograd.")
     ] = "declared",
-    require: Annotated[str | None, typer.Option(help="Highest rung that must hold.")] = None,
+    require: Annotated[
+        str | None,
+        typer.Option(
+            help="Highest rung that must hold: objective, execution, forward, gradient, optimizer_delta (the default)."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="float64 (oracle), float32, bfloat16, bfloat16-autocast.")
     ] = "float64",
-    prompt_length: Annotated[int | None, typer.Option(help="Tokens of the longest prompt.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Responses of the largest group.")] = None,
+    prompt_length: Annotated[
+        int | None, typer.Option(help="Tokens of the longest prompt; 24.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Responses of the largest group; 4.")
+    ] = None,
     response_length: Annotated[
-        str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn.")
+        str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn; 5,1,7,3.")
     ] = None,
     objective: Annotated[
-        str, typer.Option(help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce.")
+        str,
+        typer.Option(
+            help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo or reinforce, options after commas: grpo,beta=0.04."
+        ),
     ] = "grpo",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
     chunk: Annotated[
-        int | None, typer.Option(help="Prompt tokens per capture and sweep pass.")
+        int | None, typer.Option(help="Prompt tokens per capture and sweep pass; 8, of text 512.")
     ] = None,
     branches: Annotated[
         int | None, typer.Option(help="Responses per replay pass; 4 on smollm2-135m, else 1.")
@@ -90,7 +110,9 @@ def gate(
     tied: Annotated[
         bool, typer.Option("--tied", help="Tie the head of a small model to its embedding.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="Folder for receipt.json.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for receipt.json; without it none is kept.")
+    ] = None,
     junit: Annotated[Path | None, typer.Option(help="JUnit XML file.")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the receipt instead of the table.")
@@ -137,6 +159,7 @@ def _gate(
 ) -> int:
     from lsverify import evidence, report, tracking
     from lsverify.gate import run_gate
+    from lsverify.precision import deterministic
 
     tracking.check_mode(wandb)
     notes = report.wide_console(stderr=True)
@@ -151,9 +174,9 @@ def _gate(
         if out is not None:
             evidence.check_folder(out)
         cases = run_gate(options, junit=junit, progress=progress)
-    receipt = evidence.Receipt(
-        environment=evidence.environment(), command=command, cases=tuple(cases)
-    )
+    with deterministic():  # as the cases were judged
+        here = evidence.environment()
+    receipt = evidence.Receipt(environment=here, command=command, cases=tuple(cases))
     if out is not None:
         evidence.save(receipt, out / "receipt.json")
     if as_json:
@@ -169,6 +192,7 @@ def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> 
     """Run every case of a receipt again and compare the numbers to the last bit."""
     from lsverify import report
     from lsverify.evidence import environment, exit_code, load
+    from lsverify.precision import deterministic
     from lsverify.repeat import differences, elsewhere, run_again
 
     before = load(receipt)
@@ -176,7 +200,9 @@ def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> 
     console = report.wide_console()
     report.show(cases, console)
     found = differences(before.cases, cases)
-    for line in (*elsewhere(before.environment, environment()), *found):
+    with deterministic():
+        here = environment()
+    for line in (*elsewhere(before.environment, here), *found):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print("every number is the same" if not found else f"{len(found)} numbers differ")
     return exit_code(cases) or (1 if found else 0)

@@ -136,12 +136,14 @@ class CaseReceipt(_Record):
     """A case and what it proved.
 
     `gradient` is the distance to the claimed reference, `bias` to full autograd. `paper_gate` is LongStraw's own gate
-    (cosine >= 0.999 and relative L2 <= 0.01) held to full autograd.
+    (cosine >= 0.999 and relative L2 <= 0.01) held to full autograd. `candidate_source` is the sha256 of the file that
+    defines the candidate, its first 12 digits.
     """
 
     arch: str
     policy: str | None
     candidate: str | None
+    candidate_source: str | None = None
     reference: str
     dtype: str
     prompt_length: int

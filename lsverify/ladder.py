@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from lsverify.accounting import account
-from lsverify.cases import load_candidate
+from lsverify.cases import load_candidate, source_of
 from lsverify.compare import Comparison, Limits
+from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
 from lsverify.models import is_small
 from lsverify.objective import Objective
@@ -19,7 +21,7 @@ from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
 from lsverify.oracles import check_objective
 from lsverify.paths import Path, StepResult, longstraw
 from lsverify.policies import parse_policy
-from lsverify.precision import threads
+from lsverify.precision import deterministic, threads
 from lsverify.problems import Problem
 from lsverify.referee import MEANINGFUL, Claim, Referee, claim_of
 from lsverify.rollouts import warn_unshared
@@ -28,6 +30,8 @@ from lsverify.rungs.forward import forward
 from lsverify.rungs.gradient import gradient
 from lsverify.rungs.optimizer_delta import optimizer_delta
 from lsverify.setting import make_setting
+from lsverify.stale import StaleStates
+from lsverify.unreadable import unreadable
 
 
 def judge(config: CaseConfig) -> CaseReceipt:
@@ -35,11 +39,23 @@ def judge(config: CaseConfig) -> CaseReceipt:
 
     Raises `InputError` for what the user must mend; whatever a path raises is evidence against it.
     """
-    path = path_of(config)
+    fresh = functools.partial(path_of, config)
+    fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
     one_thread = threads(1 if is_small(config.arch) else None)
-    with referee.setting.computing(), one_thread, no_silent_exit():
-        return _judged(config, path, referee)
+    try:
+        with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
+            return _judged(config, fresh, referee)
+    except InputError:
+        raise
+    except Exception as error:
+        if config.candidate is None:
+            raise
+        # No later case may meet what it left behind.
+        _referee.cache_clear()
+        torch.set_default_device("cpu")
+        setting = make_setting(config.model_copy(update=_NOT_OF_THE_SETTING))
+        return unreadable(config, setting, error)
 
 
 _NOT_OF_THE_SETTING: dict[str, Any] = {
@@ -59,19 +75,27 @@ def _referee(config: CaseConfig) -> Referee:
 
 
 def path_of(config: CaseConfig) -> Path:
-    """The path that a case names: somebody's candidate, or ours with the case's policy."""
+    """The path that a case names: somebody's candidate, or ours with the case's policy and nothing kept yet."""
     if config.candidate is not None:
-        candidate: Path = load_candidate(config.candidate)
-        return candidate
+        candidate = load_candidate(config.candidate)
+        # A class makes a path without a memory; what keeps an optimizer's state, say, starts anew with it.
+        path: Path = candidate() if isinstance(candidate, type) else candidate
+        return path
     policy = parse_policy(config.policy or "exact")
-    return functools.partial(longstraw, policy=policy, chunk=config.chunk, branches=config.branches)
+    states = StaleStates(policy.refresh) if policy.refresh else None
+    return functools.partial(
+        longstraw, policy=policy, chunk=config.chunk, branches=config.branches, states=states
+    )
 
 
-def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
+def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> CaseReceipt:
     setting = referee.setting
-    step = (path, setting.model, setting.problem, setting.objective)
+    step = (setting.model, setting.problem, setting.objective)
     wanted = RUNGS[: RUNGS.index(config.require) + 1]
-    record = functools.partial(recorded, *step)
+
+    def record(**options: Any) -> Run:
+        return recorded(fresh(), *step, **options)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = record()
@@ -83,7 +107,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
         if claim.shares:
             referee.require_shareable()
             warn_unshared(setting.problem)
-    again, weight = timed(*step), weighed(*step)
+    again, weight = timed(fresh(), *step), weighed(fresh(), *step)
     held_to = claim
     if config.reference == "full":
         policy = claim.policy and parse_policy("exact")
@@ -93,13 +117,13 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
     against_full = referee.compared(full, run.gradients)
     rungs = [_objective(config, referee, claim)]
     if "execution" in wanted:
-        rungs.append(execution(config, claim, setting.problem, run))
+        rungs.append(execution(config, claim, setting.problem, run, (again, weight)))
     if "forward" in wanted:
         rungs.append(forward(claim, run, referee, record))
     if "gradient" in wanted:
-        rungs.append(gradient(held_to, run, again, referee, against_claim))
+        rungs.append(gradient(held_to, run, (again, weight), referee, against_claim))
     if "optimizer_delta" in wanted:
-        rungs.append(_optimizer(path, held_to, referee, run))
+        rungs.append(_optimizer(fresh, held_to, referee, run))
     rungs += [
         Rung(name=name, status="not_run", detail=f"not asked for: --require {config.require}")
         for name in RUNGS[len(wanted) :]
@@ -108,6 +132,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
         arch=config.arch,
         policy=config.policy or (claim.policy.spec if claim.policy else None),
         candidate=config.candidate,
+        candidate_source=source_of(fresh()) if config.candidate else None,
         reference=held_to.label,
         dtype=config.dtype,
         prompt_length=config.prompt_length,
@@ -124,6 +149,7 @@ def _judged(config: CaseConfig, path: Path, referee: Referee) -> CaseReceipt:
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(
+            *_zero(against_claim, claim.objective, config),
             *_loud(referee.limits(held_to), config),
             *_texts(caught),
             *_clamped(claim, referee),
@@ -138,18 +164,23 @@ def _objective(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
     return Rung(name="objective", status=status, measure=measure, limit=limit, detail=detail)
 
 
-def _optimizer(path: Path, claim: Claim, referee: Referee, run: Run) -> Rung:
+def _optimizer(fresh: Callable[[], Path], claim: Claim, referee: Referee, run: Run) -> Rung:
     if run.error is not None:
         return Rung(name="optimizer_delta", status="not_run", detail="the path raised an error")
     own = run.result.update if run.result else None
 
-    def guarded(model: nn.Module, problem: Problem, objective: Objective) -> StepResult | None:
-        try:
-            return path(model, problem, objective)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            raise _PathRaisedError from error
+    def guarded() -> Path:
+        path = fresh()
+
+        def step(model: nn.Module, problem: Problem, objective: Objective) -> StepResult | None:
+            try:
+                return path(model, problem, objective)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                raise _PathRaisedError from error
+
+        return step
 
     try:
         return optimizer_delta(guarded, claim, referee, own)
@@ -203,6 +234,16 @@ def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
         for finding in claimed.findings
     ]
     return tuple(found)
+
+
+def _zero(comparison: Comparison, objective: Objective, config: CaseConfig) -> Iterable[str]:
+    """Says so when there was no gradient to get wrong."""
+    if comparison.status == "proven_zero":
+        yield (
+            f"EVERY GRADIENT IS ZERO on both sides: no advantage in a group of one or of equal rewards under "
+            f"{objective.name}, so a path that is wrong elsewhere passes here; raise --group-size (it is "
+            f"{config.group_size}) or name another --objective, such as reinforce"
+        )
 
 
 def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:

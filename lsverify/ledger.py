@@ -28,21 +28,29 @@ REWRITTEN = ("sliding", "conv", "recurrent")
 
 @dataclass(frozen=True)
 class Shared:
-    """One distinct prompt of `prompt` tokens and the lengths of the responses that share it."""
+    """One distinct prompt of `prompt` tokens, the lengths of the responses that share it, and whether it is swept."""
 
     prompt: int
     responses: tuple[int, ...]
+    swept: bool = True
 
 
-def shared(problem: Problem) -> tuple[Shared, ...]:
-    """The distinct prompts of a problem, groups with equal prompts taken together."""
+def shared(problem: Problem, policy: Policy | None = None) -> tuple[Shared, ...]:
+    """The distinct prompts of a problem, groups with equal prompts taken together; swept as the policy's coins fell."""
     lengths: dict[str, int] = {}
     responses: dict[str, list[int]] = {}
     for i, group in enumerate(problem.group_of):
         key = problem.prompt_hash(group)
         lengths[key] = problem.prompt_lengths[group]
         responses.setdefault(key, []).append(problem.response_lengths[i])
-    return tuple(Shared(lengths[key], tuple(found)) for key, found in responses.items())
+    return tuple(
+        Shared(
+            lengths[key],
+            tuple(found),
+            swept=policy is None or policy.scale(key, problem.seed or 0) > 0,
+        )
+        for key, found in responses.items()
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +146,8 @@ def _longstraw(
     prompts: Sequence[Shared], policy: Policy, chunk: int | None, branches: int
 ) -> Iterator[Pass]:
     for shape in prompts:
-        boundary, stop = policy.boundary(shape.prompt), policy.stop(shape.prompt)
+        boundary = policy.boundary(shape.prompt)
+        stop = policy.stop(shape.prompt) if shape.swept else boundary
         yield from _captured(boundary, chunk, stop)
         yield from _branches(shape, boundary, "replay", grad=True, together=branches)
         for start, end in reversed(pieces(stop, boundary, chunk)):

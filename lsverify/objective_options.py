@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -172,3 +173,23 @@ def preset(name: str, /, **overrides: Any) -> Objective:
     if name not in PRESETS:
         raise InputError(f"objective {name!r} is not known; choose from {', '.join(PRESETS)}")
     return Objective.parse({**PRESETS[name].model_dump(), **overrides})
+
+
+def read_objective(text: str) -> Objective:
+    """A preset by name, or with options changed: `grpo`, `grpo,beta=0.04,temperature=0.7`; the text becomes its name.
+
+    Values are JSON numbers, true, false or null, and words as they stand. Raises InputError in one line.
+    """
+    name, *changes = text.split(",")
+    overrides: dict[str, Any] = {}
+    for change in changes:
+        field, equals, value = change.partition("=")
+        if not equals or field in overrides:
+            raise InputError(
+                f"objective {text!r} is not allowed: give NAME or NAME,OPTION=VALUE,.., as in grpo,beta=0.04"
+            )
+        try:
+            overrides[field] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[field] = value
+    return preset(name, **overrides, **({"name": text} if overrides else {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -124,7 +125,7 @@ def checked(result: Any) -> StepResult | None:
         or (isinstance(rows, tuple | list) and all(isinstance(row, Tensor) for row in rows)),
         "reference": isinstance(result.reference, str | None),
         "objective": isinstance(result.objective, Objective | None),
-        "update": isinstance(result.update, Update | None),
+        "update": result.update is None or _is_update(result.update),
         "over_ranks": result.over_ranks in ("sum", "mean"),
     }
     for name, fits in fields.items():
@@ -134,6 +135,23 @@ def checked(result: Any) -> StepResult | None:
     kept = None if rows is None else tuple(row.detach().clone() for row in rows)
     loss = loss.detach() if isinstance(loss, Tensor) else loss
     return replace(result, loss=float(loss), log_probs=kept)
+
+
+def _is_update(update: Any) -> bool:
+    """Whether these are numbers that an optimizer takes."""
+
+    def number(value: Any, least: float = 0.0, below: float = math.inf) -> bool:
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        return plain and least <= value < below
+
+    return (
+        isinstance(update, Update)
+        and update.kind in ("sgd", "adamw")
+        and all(number(value) for value in (update.lr, update.eps, update.weight_decay))
+        and len(update.betas) == 2
+        and all(number(beta, below=1.0) for beta in update.betas)
+        and (update.max_grad_norm is None or number(update.max_grad_norm))
+    )
 
 
 @contextmanager
@@ -161,7 +179,11 @@ def unchanged(model: nn.Module, run: Run) -> Iterator[None]:
     try:
         yield
     finally:
-        run.changes += [*state.changes(), *around.noted()]
+        try:
+            run.changes += state.changes()
+        except (RuntimeError, NotImplementedError) as error:
+            run.changes.append(f"the model can no longer be compared with what it was: {error}")
+        run.changes += around.noted()
         run.gradients = take_gradients(model)
         # A path may keep the tensors that it left in `.grad` and write to them again in its next run.
         for name, gradient in run.gradients.items():
@@ -181,5 +203,14 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 def restore(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Write the weights back where they differ from what the model holds."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in weights and not torch.equal(tensor, weights[name]):
-            tensor.copy_(weights[name])
+        before = weights.get(name)
+        if before is None:
+            continue
+        if (tensor.shape, tensor.dtype, tensor.device) != (
+            before.shape,
+            before.dtype,
+            before.device,
+        ):
+            tensor.data = before.clone()
+        elif not torch.equal(tensor, before):
+            tensor.copy_(before)

@@ -14,20 +14,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError
 from lsverify.objective import Objective, Plan, Scores, monolithic, prepare, token_logp
-from lsverify.policies import Policy, parse_policy
+from lsverify.policies import Policy, parse_policy, require_chosen
 from lsverify.problems import Problem
 from lsverify.prompt import Chunk, PromptState, capture, continue_from, keep_logits, unwrapped
+from lsverify.stale import StaleStates
+from lsverify.tags import tags_of
 
 CHUNK = 512
 # How closely a recomputed chunk must reproduce its saved state: relative L2, above what another summation order costs.
@@ -121,40 +123,64 @@ def longstraw(
     policy: str | Policy = "exact",
     chunk: int = CHUNK,
     branches: int = 1,
+    states: StaleStates | None = None,
     reference_model: nn.Module | None = None,
 ) -> StepResult:
     """The LongStraw step: capture, frozen scores, replay one response at a time, sweep (arXiv 2607.14952).
 
-    At most one chunk's or one branch's graph is alive at a time, whatever the group size. Prompts of equal content
-    are captured and swept once. `branches` responses share a replay: every backward pass moves all gradients through
-    memory, so short responses go faster together, each with a copy of the state. Raises `InputError` for a malformed
-    policy or a chunk or branches below 1, `StalePromptState` when the weights change under the step, and
-    `SweepMismatch` when a recomputed chunk is not the captured one.
+    At most one chunk's or one branch's graph is alive at a time, whatever the group size; gradient checkpointing is
+    off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once.
+    `branches` responses share a replay: every backward pass moves all gradients through memory, so short responses go
+    faster together, each with a copy of the state. `states` keeps what `stale:n` reuses from step to step; without it
+    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model, a chunk or
+    branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the weights change under
+    the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     if branches < 1:
         raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     _require_trainable(model)
-    _require_cache(model)
     plan = prepare(
         objective, problem, _scores(model, problem, objective, reference_model, policy, chunk)
     )
     total = 0.0
     log_probs: dict[int, Tensor] = {}
+    kept = (states or StaleStates(policy.refresh)) if policy.refresh else None
+    if kept:
+        kept.begin(model)
     for prompt, members in shared_prompts(problem):
-        boundary, stop = policy.boundary(len(prompt)), policy.stop(len(prompt))
-        state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
-        leaves = state.leaves() if boundary > stop else {}
+        boundary, scale = policy.boundary(len(prompt)), _scale(policy, problem, members[0])
+        stop = policy.stop(len(prompt)) if scale else boundary
+        capturing = partial(capture, model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
+        state = kept.of(prompt, boundary, capturing) if kept else capturing()
+        require_chosen(policy, state)
+        leaves = state.leaves(policy.carries) if boundary > stop else {}
         for together in batched(members, branches):
             loss, replayed = _replay(model, problem, together, plan, state, leaves)
             total += loss
             log_probs |= replayed
-        state.check(model, prompt, boundary)
-        cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
+        if kept:
+            kept.check(state, tags_of(model, prompt, boundary))
+        else:
+            state.check(model, prompt, boundary)
+        cotangents = {
+            path: leaf.grad if scale == 1.0 else scale * leaf.grad
+            for path, leaf in leaves.items()
+            if leaf.grad is not None
+        }
         del leaves
         _sweep(model, state, cotangents)
     ordered = tuple(log_probs[i] for i in range(len(problem)))
     return StepResult(loss=total, log_probs=ordered, reference=policy.spec)
+
+
+def _scale(policy: Policy, problem: Problem, member: int) -> float:
+    """What the state term of the member's prompt is multiplied by."""
+    if policy.probability is not None and problem.seed is None:
+        raise InputError(
+            f"policy {policy.spec!r} tosses a coin for each step and prompt: give the problem a seed of its own"
+        )
+    return policy.scale(problem.prompt_hash(problem.group_of[member]), problem.seed or 0)
 
 
 def _replay(
@@ -180,19 +206,18 @@ def _branch_logits(
     state: PromptState,
     leaves: dict[str, Tensor],
 ) -> list[Tensor]:
-    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right."""
+    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right.
+
+    Without a mask: no token sees what comes after it, and the state after the padding is used by nobody.
+    """
     boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
     branches = [problem.tokens(i)[boundary:-1] for i in together]
     if len(branches) == 1:
         cache = state.branch(leaves)
         return [continue_from(model, branches[0], cache, boundary, keep=lengths[0])[0]]
     tokens = pad_sequence(branches, batch_first=True)
-    ends = torch.tensor([boundary + len(branch) for branch in branches], device=tokens.device)
-    mask = torch.arange(boundary + tokens.shape[1], device=tokens.device) < ends[:, None]
     cache = state.branches(leaves, len(branches))
-    logits, _ = continue_from(
-        model, tokens, cache, boundary, keep=max(lengths), mask=None if mask.all() else mask.long()
-    )
+    logits, _ = continue_from(model, tokens, cache, boundary, keep=max(lengths))
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
@@ -369,17 +394,6 @@ def _require_trainable(model: nn.Module) -> None:
         raise InputError(
             "no parameter of the model requires a gradient: unfreeze what should be trained"
         )
-
-
-def _require_cache(model: nn.Module) -> None:
-    """The library's checkpointed layers set their cache aside, and with it the prompt."""
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.training:
-            if module.gradient_checkpointing:
-                raise InputError(
-                    "gradient checkpointing drops the cache that a branch continues from: switch it off; one chunk's "
-                    "graph is alive at a time, so a smaller chunk saves as much"
-                )
 
 
 def _backward(loss: Tensor) -> None:

@@ -7,6 +7,7 @@ is float64. `oracle` turns each request for float32 made inside the model's forw
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -73,7 +74,7 @@ def computing(model: nn.Module, dtype: str) -> Iterator[None]:
     entrances = {id(m): m for m in (model, _backbone(model), *_layers(model)) if m is not None}
     before = {key: vars(module).get("forward") for key, module in entrances.items()}
     for module in entrances.values():
-        module.forward = _within(mode, module.forward)
+        module.forward = _Within(mode, module)
     try:
         yield
     finally:
@@ -130,13 +131,29 @@ class _Once:
             self._inside = False
 
 
-def _within(mode: Callable[[], AbstractContextManager[Any]], forward: Any) -> Any:
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with mode():
-            return forward(*args, **kwargs)
+class _Within:
+    """A module's forward inside a mode. It goes along when the module is copied: the copy runs on its own weights."""
 
-    return wrapped
+    def __init__(self, mode: Callable[[], AbstractContextManager[Any]], module: nn.Module) -> None:
+        self._mode, self._module = mode, module
+        self._own: Any = vars(module).get("forward")
+        functools.update_wrapper(self, self._forward)
+
+    @property
+    def _forward(self) -> Any:
+        return self._own or functools.partial(type(self._module).forward, self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._mode():
+            return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Within:
+        copied = _Within.__new__(_Within)
+        copied._mode = self._mode
+        copied._module = memo.get(id(self._module), self._module)
+        copied._own = copy.deepcopy(self._own, memo)
+        functools.update_wrapper(copied, type(copied._module).forward)
+        return copied
 
 
 @contextmanager
@@ -152,11 +169,18 @@ def threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Torch's deterministic algorithms, for as long as the context lasts."""
+    """Torch's deterministic algorithms, for as long as the context lasts.
+
+    Memory that is not yet written is not filled: that costs time and belongs to no step.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        memory.fill_uninitialized_memory = fill

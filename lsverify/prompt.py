@@ -8,7 +8,7 @@ as far back as a sweep will go. `PromptState.branch` hands a response its own le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -29,35 +29,31 @@ from lsverify.cache import (
     state_of,
     with_leaves,
 )
+from lsverify.continuation import mended
+from lsverify.continuation.carriers import require_state, state_arguments
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
 from lsverify.tags import Tags, tags_of
 
 
 def continue_from(
-    model: nn.Module,
-    tokens: Tensor,
-    cache: Cache,
-    start: int,
-    keep: int,
-    mask: Tensor | None = None,
+    model: nn.Module, tokens: Tensor, cache: Cache, start: int, keep: int
 ) -> tuple[Tensor, Cache]:
     """Continue a sequence from a state: the one primitive that capture, replay and sweep share.
 
     tokens [T] int64 are the next tokens, the first of them at position `start`; or [n, T], rows that go on from n
-    rows of state, with mask [n, start + T] where some are padded on the right. Returns the logits of the last `keep`
-    columns, [keep, V] or [n, keep, V], and the cache, which now holds the state after all T tokens.
+    rows of state. Returns the logits of the last `keep` columns, [keep, V] or [n, keep, V], and the cache, which now
+    holds the state after all T tokens.
     """
     rows = tokens if tokens.dim() == 2 else tokens[None]
     positions = torch.arange(start, start + rows.shape[1], device=tokens.device)
-    output = model(
-        input_ids=rows,
-        position_ids=positions.expand_as(rows),
-        cache=cache,
-        use_cache=True,
-        **({} if mask is None else {"attention_mask": mask}),
-        **keep_logits(model, keep),
-    )
+    with mended(model):
+        output = model(
+            input_ids=rows,
+            position_ids=positions.expand_as(rows),
+            **state_arguments(unwrapped(model), cache, rows.shape[1]),
+            **keep_logits(model, keep),
+        )
     logits = output.logits[:, -keep:]
     return (logits if tokens.dim() == 2 else logits[0]), cache
 
@@ -125,13 +121,17 @@ class PromptState:
             self.branch(leaves), lambda _, tensor: tensor.expand(rows, *tensor.shape[1:])
         )
 
-    def leaves(self) -> dict[str, Tensor]:
-        """Leaf copies of the differentiable state (see `leaves_of`)."""
-        return leaves_of(self.cache)
+    def leaves(self, chosen: Callable[[int | None, str], bool]) -> dict[str, Tensor]:
+        """Leaf copies of the differentiable state that is `chosen(layer, kind)` (see `leaves_of`)."""
+        return leaves_of(self.cache, chosen)
 
     def check(self, model: nn.Module, prompt: Tensor, boundary: int) -> None:
         """Raise `StalePromptState`, naming what changed, unless this state belongs to just this use."""
-        now, then = asdict(tags_of(model, prompt, boundary)), asdict(self.tags)
+        self.check_tags(tags_of(model, prompt, boundary))
+
+    def check_tags(self, tags: Tags) -> None:
+        """The same for tags that are known already."""
+        now, then = asdict(tags), asdict(self.tags)
         moved = [
             f"{name} was {then[name]} and is {now[name]}"
             for name in then
@@ -162,7 +162,8 @@ def capture(
     """Evaluate prompt[:boundary] without autograd, `chunk` tokens at a time.
 
     prompt [P] int64. Incoming states are kept for the chunks that begin at `keep_from` or later, and one chunk begins
-    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1.
+    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1 and for a model that keeps
+    state out of its cache.
     """
     if chunk < 1:
         raise InputError(f"chunk {chunk} is not allowed: use 1 or more tokens")
@@ -172,6 +173,8 @@ def capture(
         before = map_state(cache, lambda _, tensor: tensor)
         with DecisionDigest() as decisions:
             _, cache = continue_from(model, prompt[start:end], cache, start, keep=1)
+        if start == 0:
+            require_state(unwrapped(model), cache)
         cache = compact(cache)
         if start >= keep_from:
             chunks.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lsverify.cache import Slot
 from lsverify.compare import Comparison, Limits, compare, measured_limits
 from lsverify.evidence import CaseConfig
 from lsverify.objective import Objective
@@ -18,7 +19,13 @@ from lsverify.paths import StepResult, full_autograd
 from lsverify.policies import Policy, parse_policy
 from lsverify.precision import weight_dtype
 from lsverify.problems import Problem
-from lsverify.references import Gradients, Reference, full_reference, stopped_reference
+from lsverify.references import (
+    Filter,
+    Gradients,
+    Reference,
+    full_reference,
+    stopped_reference,
+)
 from lsverify.setting import Setting
 from lsverify.sharing import check_shareable
 from lsverify.slices import Slice, fused_slices
@@ -28,6 +35,9 @@ FACTOR = 8.0
 CAPS = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
 # LongStraw's own limit on relative L2. A comparison that cannot resolve it is called out.
 MEANINGFUL = 1e-2
+
+# For a response, the parameters under which its prompt was captured.
+Captured = Callable[[int], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,23 @@ class Claim:
     def stop(self, prompt_length: int) -> int:
         """Prompt tokens before this position count as constant."""
         return 0 if self.policy is None else self.policy.stop(prompt_length)
+
+    def carried(self, problem: Problem) -> Filter | None:
+        """Which part of d loss / d z the claim says is carried through the boundary; None for all of it."""
+        if self.policy is None or not self.policy.chooses:
+            return None
+        policy = self.policy
+
+        def share(member: int, slot: Slot) -> float:
+            prompt = problem.prompt_hash(problem.group_of[member])
+            chosen = policy.carries(slot.layer, slot.kind)
+            return policy.scale(prompt, problem.seed or 0) if chosen else 0.0
+
+        return Filter(boundary=policy.boundary, share=share)
+
+    def is_full(self, problem: Problem) -> bool:
+        """Whether the claim on this problem is the whole gradient."""
+        return self.carried(problem) is None and not any(map(self.stop, problem.prompt_lengths))
 
     @property
     def shares(self) -> bool:
@@ -115,16 +142,17 @@ class Referee:
     def _reference(self, model: nn.Module, claim: Claim, problem: Problem, side: str) -> Reference:
         key = self._key(claim, problem, side)
         if key not in self._memo:
-            own = not any(key[1]) and claim.objective == self.setting.objective
+            own = claim.is_full(problem) and claim.objective == self.setting.objective
             ran = model is self.setting.model and own
             self._memo[key] = (self._timed(), None) if ran else _computed(model, claim, problem)
         found: Reference = self._memo[key][0]
         return found
 
     @staticmethod
-    def _key(claim: Claim, problem: Problem, side: str) -> tuple[str, tuple[int, ...], Objective]:
+    def _key(claim: Claim, problem: Problem, side: str) -> tuple[Any, ...]:
         stops = tuple(claim.stop(length) for length in problem.prompt_lengths)
-        return side, stops, claim.objective
+        chosen = claim.policy if claim.carried(problem) is not None else None
+        return side, stops, chosen, claim.objective
 
     def _timed(self) -> Reference:
         """The run that was timed, as a reference: it need not be made a second time."""
@@ -142,14 +170,18 @@ class Referee:
         return found
 
     def gradient_at(
-        self, weights: Mapping[str, Tensor], claim: Claim, problem: Problem
+        self,
+        weights: Mapping[str, Tensor],
+        claim: Claim,
+        problem: Problem,
+        captured: Captured | None = None,
     ) -> Gradients:
         """The claimed reference's gradient in float64 at other weights, on another problem."""
         oracle = self.setting.oracle
         before = weights_of(oracle)
         try:
             restore(oracle, weights)
-            return computed(oracle, claim, problem).gradients
+            return computed(oracle, claim, problem, captured).gradients
         finally:
             restore(oracle, before)
 
@@ -186,18 +218,23 @@ class Referee:
         return fused_slices(shapes, model.config, seen_tokens=seen)
 
 
-def computed(model: nn.Module, claim: Claim, problem: Problem) -> Reference:
-    """The claimed reference at the model's weights, on any problem."""
-    return _computed(model, claim, problem)[0]
+def computed(
+    model: nn.Module, claim: Claim, problem: Problem, captured: Captured | None = None
+) -> Reference:
+    """The claimed reference at the model's weights, on any problem; `captured` as in `stopped_reference`."""
+    return _computed(model, claim, problem, captured)[0]
 
 
 def _computed(
-    model: nn.Module, claim: Claim, problem: Problem
+    model: nn.Module, claim: Claim, problem: Problem, captured: Captured | None = None
 ) -> tuple[Reference, Gradients | None]:
     """With the sum of a stopped reference's two terms."""
-    if all(claim.stop(length) == 0 for length in problem.prompt_lengths):
+    if claim.is_full(problem):
         return full_reference(model, problem, claim.objective), None
-    stopped = stopped_reference(model, problem, claim.objective, claim.stop)
+    carried = claim.carried(problem)
+    stopped = stopped_reference(
+        model, problem, claim.objective, claim.stop, carried=carried, captured=captured
+    )
     return stopped.response, stopped.total()
 
 

@@ -19,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.cache_utils import Cache
 
-from lsverify.cache import new_cache
+from lsverify.cache import Slot, map_state, new_cache
 from lsverify.objective import Objective, Plan, Scores, prepare
 from lsverify.paths import full_autograd, full_logits
 from lsverify.problems import Problem
 from lsverify.prompt import keep_logits, unwrapped
 
 Gradients = dict[str, Tensor | None]
+# Parameters by name, and where the tokens that they evaluate end.
+Piece = tuple[Mapping[str, Tensor], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,36 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Filter:
+    """Which part of d loss / d z at the boundary a reference carries on into the prompt.
+
+    boundary: B for a prompt of P tokens. share: for a response and a state tensor, what its cotangent is multiplied
+    by: 0 where the tensor is detached at B, 1 where it is carried, 1/p or 0 where a coin decides.
+    """
+
+    boundary: Callable[[int], int]
+    share: Callable[[int, Slot], float]
+
+    def rest(self) -> Filter:
+        """What this one leaves out."""
+        return Filter(
+            boundary=self.boundary, share=lambda member, slot: 1.0 - self.share(member, slot)
+        )
+
+    def of(self, cache: Cache, member: int) -> Cache:
+        """The state at the boundary: its values as they are, its cotangents multiplied by their shares."""
+
+        def weighted(slot: Slot, tensor: Tensor) -> Tensor:
+            share = self.share(member, slot) if tensor.requires_grad else 1.0
+            constant = tensor.detach()
+            return tensor if share == 1.0 else constant + share * (tensor - constant)
+
+        return map_state(cache, weighted)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """The two terms of the full gradient when the prompt is cut at a stop position."""
+    """The two terms of the full gradient when the prompt is cut at a stop position, or filtered at a boundary."""
 
     response: Reference
     state: Gradients
@@ -74,35 +105,74 @@ def stopped_reference(
     objective: Objective,
     stop: Callable[[int], int],
     scores: Scores | None = None,
+    *,
+    carried: Filter | None = None,
+    captured: Callable[[int], Mapping[str, Tensor]] | None = None,
 ) -> Stopped:
-    """The gradient with prompt tokens before `stop(P)` held constant, and the part this leaves out."""
+    """The gradient with prompt tokens before `stop(P)` held constant, and the part this leaves out.
+
+    carried: what of d loss / d z reaches the prompt's other tokens, all of it if None. captured: the parameters under
+    which a response's constant tokens are evaluated, by name; the model's own if None.
+    """
     constant, live = _copy(model), _copy(model)
     plan = prepare(objective, problem, scores or Scores())
 
     def logits(i: int) -> Tensor:
-        tokens, cut = problem.tokens(i)[:-1], stop(len(problem.prompt(i)))
-        cache = new_cache(unwrapped(model).config)
-        positions = torch.arange(len(tokens))
-        length = len(problem.responses[i].tokens)
-        pieces = [(constant, slice(0, cut), 1), (live, slice(cut, None), length)]
-        output: Any = None
-        for weights, piece, keep in pieces:
-            if len(tokens[piece]):
-                arguments = {
-                    "input_ids": tokens[None, piece],
-                    "position_ids": positions[None, piece],
-                    "cache": cache,
-                    "use_cache": True,
-                    **keep_logits(model, keep),
-                }
-                output = functional_call(model, weights, args=(), kwargs=arguments)
-        kept: Tensor = output.logits[0, -length:]
-        return kept
+        start = stop(len(problem.prompt(i)))
+        pieces: list[Piece] = [(captured(i) if captured else constant, start), (live, None)]
+        if carried is not None:
+            pieces.insert(1, (live, carried.boundary(len(problem.prompt(i)))))
+        return _in_pieces(model, problem, i, pieces, carried)
 
     response = _accumulated(plan, len(problem), logits, live)
-    return Stopped(
-        response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad}
-    )
+    state = _gradients(constant)
+    if carried is not None:
+        left_out = _left_out(model, problem, plan, carried.rest())
+        state = {name: _sum(g, left_out[name]) for name, g in state.items()}
+    return Stopped(response=response, state=state)
+
+
+def _left_out(model: nn.Module, problem: Problem, plan: Plan, rest: Filter) -> Gradients:
+    """The state term that a filter leaves out: through the whole prompt, evaluated with a copy of its own."""
+    prompt, live = _copy(model), _copy(model)
+
+    def logits(i: int) -> Tensor:
+        boundary = rest.boundary(len(problem.prompt(i)))
+        return _in_pieces(model, problem, i, [(prompt, boundary), (live, None)], rest)
+
+    _accumulated(plan, len(problem), logits, live)
+    return _gradients(prompt)
+
+
+def _in_pieces(
+    model: nn.Module,
+    problem: Problem,
+    i: int,
+    pieces: Sequence[Piece],
+    carried: Filter | None,
+) -> Tensor:
+    """Logits [R_i, V] from one graph over (weights, end) pieces of response i's tokens; the filter before the last."""
+    tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
+    cache: Cache = new_cache(unwrapped(model).config)
+    positions = torch.arange(len(tokens))
+    output: Any = None
+    start = 0
+    for weights, end in pieces:
+        piece = slice(start, end)
+        if end is None and carried is not None:
+            cache = carried.of(cache, i)
+        if len(tokens[piece]):
+            arguments = {
+                "input_ids": tokens[None, piece],
+                "position_ids": positions[None, piece],
+                "cache": cache,
+                "use_cache": True,
+                **keep_logits(model, length if end is None else 1),
+            }
+            output = functional_call(model, dict(weights), args=(), kwargs=arguments)
+        start = end or 0
+    kept: Tensor = output.logits[0, -length:]
+    return kept
 
 
 def split_gradient(
@@ -176,6 +246,10 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
     }
+
+
+def _gradients(copy: Mapping[str, Tensor]) -> Gradients:
+    return {name: p.grad for name, p in copy.items() if p.requires_grad}
 
 
 def _accumulated(

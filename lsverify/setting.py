@@ -8,15 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lsverify.cases import group_sizes
 from lsverify.evidence import CaseConfig
 from lsverify.models import build
-from lsverify.objective import Objective, preset
+from lsverify.objective import Objective
+from lsverify.objective_options import read_objective
 from lsverify.paths import score
 from lsverify.precision import computing, weight_dtype
 from lsverify.pretrained import SMOLLM2, tokenizer
+from lsverify.problem_types import Response
 from lsverify.problems import Problem, ProblemSpec, draw, off_policy
 
 
@@ -24,8 +27,10 @@ from lsverify.problems import Problem, ProblemSpec, draw, off_policy
 class Setting:
     """One case made concrete.
 
-    `problem` is the step that is compared; `second` the step after it, which shares a prompt with the first but not
-    its responses, so that a state kept from before the update is met again.
+    `problem` is the step that is compared; `second` a later one, which shares a prompt with the first but not its
+    responses, so that a state kept from before the update is met again. It has what confuses: another prompt of the same
+    length and beginning that two groups answer, a group of equal rewards, truncated responses, ragged masks, a sampler's
+    log-probs, and NaN wherever nobody is to read.
     """
 
     config: CaseConfig
@@ -55,7 +60,7 @@ class Setting:
 
 def make_setting(config: CaseConfig) -> Setting:
     """Build everything that a case needs. Raises `InputError` for what cannot be built."""
-    objective = preset(config.objective)
+    objective = read_objective(config.objective)
     model = build(
         config.arch,
         seed=config.seed,
@@ -80,7 +85,9 @@ def make_setting(config: CaseConfig) -> Setting:
             )
             for step, problem in enumerate(drawn)
         )
-    return Setting(config=config, model=model, objective=objective, problem=first, second=second)
+    return Setting(
+        config=config, model=model, objective=objective, problem=first, second=_unread(second)
+    )
 
 
 def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Problem]:
@@ -94,9 +101,71 @@ def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Probl
         holes=True,
     )
     first = draw(spec, vocab_size)
-    other = draw(spec.model_copy(update={"seed": config.seed + 1_000_003}), vocab_size)
-    shared = replace(other.groups[0], prompt=first.groups[0].prompt)
-    return first, replace(other, groups=(shared, *other.groups[1:]))
+    change = {
+        "seed": config.seed + 1_000_003,
+        "prompt_lengths": (length,) * 3,
+        "group_sizes": (*group_sizes(config), 2),
+        "truncated": True,
+    }
+    other = draw(spec.model_copy(update=change), vocab_size)
+    prompt = first.groups[0].prompt
+    level, *groups = other.groups
+    even = tuple(_ragged(replace(one, reward=1.0)) for one in level.responses)
+    return first, replace(
+        other,
+        groups=(
+            replace(level, prompt=prompt, responses=even),
+            *(
+                replace(
+                    group,
+                    prompt=_almost(prompt, vocab_size),
+                    responses=tuple(map(_ragged, group.responses)),
+                )
+                for group in groups
+            ),
+        ),
+    )
+
+
+def _ragged(response: Response) -> Response:
+    """The response with a sampler's log-probs, and where it is long a mask that begins and ends with what does not count."""
+    mask = response.mask.clone()
+    if len(mask) >= 5:
+        mask[[0, 2, -1]] = False
+    return replace(response, mask=mask, sampler_logp=response.old_logp + 0.25)
+
+
+def _almost(prompt: Tensor, vocab_size: int) -> Tensor:
+    """A prompt as long as this one that begins alike and ends in the vocabulary's last tokens, else its first."""
+    other = prompt.clone()
+    ends = torch.tensor([0, vocab_size - 1])[-len(prompt) :]
+    other[-len(ends) :] = ends
+    if torch.equal(other, prompt):
+        other[-1] = 0
+    return other
+
+
+def _unread(problem: Problem) -> Problem:
+    """The problem with NaN where the mask says that nobody reads."""
+
+    def poisoned(values: Tensor, mask: Tensor) -> Tensor:
+        return values.masked_fill(~mask, torch.nan)
+
+    groups = [
+        replace(
+            group,
+            responses=tuple(
+                replace(
+                    one,
+                    old_logp=poisoned(one.old_logp, one.mask),
+                    ref_logp=None if one.ref_logp is None else poisoned(one.ref_logp, one.mask),
+                )
+                for one in group.responses
+            ),
+        )
+        for group in problem.groups
+    ]
+    return replace(problem, groups=tuple(groups))
 
 
 def _text_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Problem]:

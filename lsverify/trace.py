@@ -127,6 +127,10 @@ class Trace:
         while self._handles:
             self._handles.pop().remove()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of a watched model is watched by the same trace."""
+        return self
+
     def complete(self) -> bool:
         """Whether every response token's log-prob was seen in a pass with autograd."""
         return all(not bool(row.isnan().any()) for row in self.log_probs)

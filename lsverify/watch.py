@@ -113,6 +113,10 @@ class Watch:
                 keep(parameter.register_post_accumulate_grad_hook(self._accumulated))
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        """A copy of a watched model is watched too."""
+        return self
+
     def __exit__(self, *exception: object) -> None:
         while self._handles:
             self._handles.pop().remove()

@@ -1,8 +1,11 @@
 """What must come out equal by the mathematics alone, whatever the numbers are.
 
-    window:B = exact                 window:0 = detach = tail:1
+    window:B = layers:all = kinds:all = roulette:1 = exact
+    window:0 = tail:1 = the first step of stale:n = detach
     tail:k = window:(k-1)            tail:k + window:m = window:(m+k-1)
     response term + state term = full
+    state terms of a partition of layers, or of kinds, sum to the whole
+    p roulette:p with its coin up + (1 - p) with it down = exact
     siblings permuted = siblings in order
     a batch of prompts = the sum over prompts, with the batch's advantages and denominators
     one capture for equal prompts = a capture each
@@ -22,10 +25,12 @@ from itertools import pairwise
 import pytest
 import torch
 
+from lsverify import policies
 from lsverify.compare import Limits, compare
 from lsverify.objective import prepare, preset
 from lsverify.paths import full_score, longstraw, shared_prompts
 from lsverify.problems import ProblemSpec, off_policy
+from lsverify.prompt import capture
 from lsverify.references import full_reference, stopped_reference, take_gradients
 from lsverify.steps import Step, hold_equal, hold_log_probs
 from lsverify.watch import Watch
@@ -63,8 +68,8 @@ def distance(expected, actual):
 
 
 EQUAL = [
-    ("exact", f"window:{B}", "window:300"),
-    ("detach", "window:0", "tail:1"),
+    ("exact", f"window:{B}", "window:300", "layers:all", "kinds:all", "roulette:1"),
+    ("detach", "window:0", "tail:1", "stale:3"),
     *((f"tail:{k}", f"window:{k - 1}") for k in (2, 9, B, B + 1, B + 9)),
     *(
         (f"tail:{k}+window:{m}", f"window:{m + k - 1}")
@@ -98,6 +103,45 @@ def test_response_term_and_state_term_sum_to_full(arch):
         assert hold_equal(full, whole, f"{arch} state term of the {case}").status == "proven"
     # Neither term alone would do, so the sum has shown something.
     assert distance(full, detach) > 1e-2
+
+
+def parts(setting, by):
+    """The policies that carry one layer's state each, or one kind's: together a partition of the state."""
+    prompt = setting.problem.prompt(0)
+    rows = capture(setting.model, prompt, boundary=B, chunk=8, keep_from=B).inventory()
+    numbers = {row.layer for row in rows if row.layer is not None and row.kind != "index"}
+    kinds = {row.kind for row in rows} - {"index"}
+    return [f"{by}:{one}" for one in sorted(numbers if by == "layers" else kinds)]
+
+
+@pytest.mark.parametrize("chunk", [3, 512])
+@pytest.mark.parametrize("by", ["layers", "kinds"])
+def test_state_terms_of_a_partition_sum_to_the_whole(arch, by, chunk):
+    with ONE.running(arch) as setting:
+        detach, exact = gradient(setting, "detach"), gradient(setting, "exact")
+        found = [gradient(setting, policy, chunk=chunk) for policy in parts(setting, by)]
+    total = dict(detach)
+    for one in found:
+        for name, g in one.items():
+            if g is not None:
+                term = g if detach[name] is None else g - detach[name]
+                total[name] = term if total[name] is None else total[name] + term
+    assert hold_equal(exact, total, f"{arch} {by} at chunk {chunk}").status == "proven"
+
+
+@pytest.mark.parametrize("probability", [0.25, 0.9])
+def test_roulette_is_exact_in_expectation_over_its_coin(arch, probability, monkeypatch):
+    with MANY.running(arch) as setting:
+        exact, found = gradient(setting, "exact"), {}
+        for up in (True, False):
+            monkeypatch.setattr(policies, "coin_up", lambda *_, up=up: up)
+            found[up] = gradient(setting, f"roulette:{probability}")
+    expected = {
+        name: g if g is None else probability * g + (1 - probability) * down
+        for (name, g), down in zip(found[True].items(), found[False].values(), strict=True)
+    }
+    assert hold_equal(exact, expected, f"{arch} roulette:{probability}").status == "proven"
+    assert distance(exact, found[True]) > 1e-3
 
 
 @pytest.mark.parametrize("policy", ["exact", "detach"])

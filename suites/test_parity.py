@@ -113,6 +113,11 @@ POLICIES = {
     "tail:300": 8,
     "tail:3+window:0": 5,
     "tail:3+window:6": 5,
+    "layers:0,2": 8,
+    "layers:1-3+window:7": 4,
+    "tail:2+layers:3": 64,
+    "roulette:0.5": 8,
+    "roulette:0.5+layers:1": 8,
 }
 
 

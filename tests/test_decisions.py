@@ -74,6 +74,10 @@ def test_anything_else_is_no_choice(call):
     assert seen_by(lambda: call(SCORES)) == []
 
 
+def test_the_best_of_no_candidates_are_no_choice():
+    assert seen_by(lambda: torch.empty(2, 0).topk(0)) == []
+
+
 def test_nothing_is_seen_outside_the_context():
     seen = []
     mode = ChoiceMode(lambda scores, chosen: seen.append(scores))

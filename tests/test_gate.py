@@ -71,7 +71,7 @@ def test_a_folder_is_an_architecture(tmp_path):
         ({"response_length": "3,,1"}, "response length '3,,1' is not allowed"),
         ({"response_length": "0"}, "response length '0' is not allowed"),
         ({"dtype": "float16"}, "dtype 'float16' is not known: use one of float64, float32"),
-        ({"objective": "ppo"}, "objective 'ppo' is not known: use one of grpo, dr_grpo"),
+        ({"objective": "ppo"}, "objective 'ppo' is not known; choose from grpo, dr_grpo"),
         ({"require": "learning"}, "require 'learning' is not known: use one of objective, exec"),
         ({"reference": "half"}, "reference 'half' is not known: use one of declared, full"),
     ],

@@ -128,7 +128,7 @@ def test_an_interrupt_in_the_second_step_is_one_too():
     judge_of = ladder._referee(CaseConfig(arch="llama", chunk=1, **QUICK))
     claim = referee.claim_of(CaseConfig(arch="llama"), honest.result, judge_of.setting.objective)
     with pytest.raises(KeyboardInterrupt):
-        ladder._optimizer(step, claim, judge_of, honest)
+        ladder._optimizer(lambda: step, claim, judge_of, honest)
 
 
 def _step_of(config):

@@ -275,19 +275,6 @@ def test_training_only_what_the_loss_cannot_reach_is_refused():
             path(model, problem, GRPO)
 
 
-def test_gradient_checkpointing_is_refused_where_it_would_drop_the_cache():
-    model = build("llama", seed=0)
-    with computing(model, "float64"):
-        problem = problem_for(model)
-        expected = gradients(full_autograd, model, problem)
-        model.activation_checkpointing_enable()
-        with pytest.raises(InputError, match="gradient checkpointing drops the cache"):
-            longstraw(model, problem, GRPO)
-        assert rows_equal(score(model, problem), full_score(model, problem))
-        model.eval()
-        assert distance(gradients(longstraw, model, problem, chunk=4), expected) <= 1e-12
-
-
 # A recomputed chunk that is not the captured one --------------------------------------------------
 
 

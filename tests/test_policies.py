@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lsverify.errors import InputError
-from lsverify.policies import ALLOWED, Policy, parse_policy
+from lsverify.policies import ALLOWED, Policy, coin_up, parse_policy
 
 LENGTHS = (1, 2, 5, 40)
 
@@ -52,9 +52,11 @@ def test_the_grammar(spec, tail, window):
         "tail:2+window:3+tail:2",
         "tail",
         "head:3",
-        "layers:all",
-        "stale:2",
-        "roulette:0.5",
+        "layers",
+        "kinds",
+        "stale:",
+        "stale:x",
+        "roulette",
         "window:" + 5000 * "9",
         "window:\u0663",
     ],
@@ -65,8 +67,78 @@ def test_a_malformed_policy_gets_one_line_that_names_it_and_the_allowed_forms(sp
     message = str(caught.value)
     assert message == f"policy {spec!r} is not known: use {ALLOWED}"
     assert "\n" not in message
-    for form in ("exact", "detach", "window:M", "tail:K", "tail:K+window:M"):
+    for form in (
+        "exact",
+        "detach",
+        "window:M",
+        "tail:K",
+        "layers:",
+        "kinds:",
+        "roulette:P",
+        "stale:N",
+    ):
         assert form in ALLOWED
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("layers:", "layers are all, or numbers and ranges from 0"),
+        ("layers:3-1", "layers are all, or numbers and ranges from 0"),
+        ("layers:-1", "layers are all, or numbers and ranges from 0"),
+        ("layers:1,,2", "layers are all, or numbers and ranges from 0"),
+        ("kinds:index", "an indexer's keys choose positions and carry no gradient"),
+        ("kinds:attention,index", "an indexer's keys choose positions and carry no gradient"),
+        ("kinds:keys", "kind 'keys' is not known, use all, or some of attention"),
+        ("kinds:", "kind '' is not known, use all, or some of attention"),
+        ("roulette:0", "roulette needs a probability above 0 and at most 1"),
+        ("roulette:1.01", "roulette needs a probability above 0 and at most 1"),
+        ("roulette:half", "roulette needs a probability above 0 and at most 1"),
+        ("stale:0", "a capture serves at least 1 optimizer step"),
+        ("stale:2+window:3", "stale cannot be swept"),
+        ("stale:2+kinds:all", "stale cannot be swept"),
+        ("roulette:0.5+stale:2", "stale cannot be swept"),
+    ],
+)
+def test_a_part_that_cannot_be_gets_its_reason_in_one_line(spec, told):
+    with pytest.raises(InputError) as caught:
+        parse_policy(spec)
+    assert str(caught.value).startswith(f"policy {spec!r}: ")
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_choice_of_state_is_swept_through_the_whole_prompt_unless_a_window_is_named():
+    assert parse_policy("layers:0,2-3").layers == {0, 2, 3}
+    assert parse_policy("layers:0").window is None
+    assert parse_policy("kinds:recurrent+window:64").window == 64
+    assert parse_policy("roulette:0.25").window is None
+    assert parse_policy("tail:3+stale:4") == Policy("tail:3+stale:4", tail=3, window=0, refresh=4)
+    whole = parse_policy("layers:all+kinds:all")
+    assert not whole.chooses
+    assert whole.reference == "full"
+
+
+def test_what_is_carried_is_of_both_the_layers_and_the_kinds():
+    policy = parse_policy("layers:1+kinds:conv,recurrent")
+    assert policy.carries(1, "conv")
+    assert not policy.carries(0, "conv")
+    assert not policy.carries(1, "attention")
+    assert not policy.carries(None, "conv")
+
+
+def test_a_coin_is_a_function_of_step_and_prompt_and_falls_as_often_as_it_says():
+    assert all(coin_up(1.0, "prompt", seed) for seed in range(200))
+    coins = [[coin_up(0.25, name, seed) for seed in range(4000)] for name in ("one", "other")]
+    assert coins[0] == [coin_up(0.25, "one", seed) for seed in range(4000)]
+    for found in coins:
+        # Four standard deviations of 4000 coins.
+        assert abs(sum(found) / 4000 - 0.25) < 4 * (0.25 * 0.75 / 4000) ** 0.5
+    both = sum(a and b for a, b in zip(*coins, strict=True)) / 4000
+    assert abs(both - 0.0625) < 4 * (0.0625 / 4000) ** 0.5
+    policy = parse_policy("roulette:0.25")
+    assert {policy.scale("one", seed) for seed in range(100)} == {0.0, 4.0}
+    assert parse_policy("exact").scale("one", 3) == 1.0
 
 
 @pytest.mark.parametrize("spec", ["tail:0", "tail:0+window:3", "tail:000"])
@@ -138,6 +210,11 @@ def test_a_one_token_prompt_makes_all_policies_equal():
         ("tail:1", "stopped at B"),
         ("tail:4", "stopped at P-4"),
         ("tail:4+window:2", "stopped at P-6"),
+        ("kinds:recurrent", "only kinds:recurrent at B"),
+        ("layers:0,2+kinds:conv", "only layers:0,2 and kinds:conv at B"),
+        ("window:5+kinds:conv", "stopped at B-5, only kinds:conv at B"),
+        ("roulette:0.5", "full in expectation"),
+        ("stale:4", "stopped at B, captured every 4 steps"),
     ],
 )
 def test_what_a_policy_claims(spec, reference):

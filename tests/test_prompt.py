@@ -61,7 +61,7 @@ def test_branches_leave_the_captured_state_as_it_was(oracle, arch):
     model, state = oracle(arch), captured(oracle(arch))
     before = {path: tensor.clone() for path, tensor in by_path(state.cache).items()}
     for count in (1, 3):
-        leaves = state.leaves()
+        leaves = state.leaves(lambda layer, kind: True)
         logits, _ = continue_from(model, tokens(count), state.branch(leaves), 8, keep=1)
         logits.sum().backward()
         assert all(leaf.grad.norm() > 0 for leaf in leaves.values())
@@ -102,7 +102,12 @@ def test_chunks_are_kept_from_where_the_sweep_will_end(oracle, keep_from, starts
 def test_a_one_token_prompt_has_an_empty_state(oracle):
     for arch in ARCHS:
         state = captured(oracle(arch), 0, prompt=PROMPT[:1])
-        assert (state.chunks, state.tensors, state.leaves(), state.inventory()) == ((), {}, {}, [])
+        assert (
+            state.chunks,
+            state.tensors,
+            state.leaves(lambda layer, kind: True),
+            state.inventory(),
+        ) == ((), {}, {}, [])
 
 
 @pytest.mark.parametrize("chunk", [0, -1])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from lsverify.evidence import CaseConfig, Rung
@@ -14,8 +14,13 @@ from lsverify.referee import Claim
 from lsverify.trace import Place
 
 
-def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Rung:
-    """Forward passes as scheduled (ours) or enough and not too many (a candidate's); weights and all else untouched."""
+def execution(
+    config: CaseConfig, claim: Claim, problem: Problem, run: Run, later: Sequence[Run] = ()
+) -> Rung:
+    """Forward passes as scheduled (ours) or enough and not too many (a candidate's); weights and all else untouched.
+
+    `later` are further runs of the same step, which may leave no traces either.
+    """
     if run.error is not None:
         kind = type(run.error).__name__
         return Rung(name="execution", status="error", detail=f"the path raised {kind}: {run.error}")
@@ -26,6 +31,10 @@ def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> R
             detail="no token was forwarded through the model: the path never entered it",
         )
     faults = [*_side_effects(run)]
+    for number, other in enumerate(later, start=2):
+        faults += [
+            f"in run {number}: {fault}" for fault in _side_effects(other) if fault not in faults
+        ]
     faults += (
         _schedule(config, claim, problem, run)
         if config.candidate is None
@@ -45,8 +54,9 @@ def execution(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> R
 def _side_effects(run: Run) -> Iterator[str]:
     steps = run.result.update if run.result else None
     for change in run.changes:
-        # A path that declares an update of its own has moved the weights on purpose.
-        if steps is None or not change.startswith("parameter"):
+        # A path that declares an update of its own has moved what it trains on purpose, and nothing else.
+        moved = change.startswith("parameter") and change.split(" ")[1] in run.gradients
+        if steps is None or not moved:
             yield change
     if run.trace is not None and run.trace.unstable:
         site, place = run.trace.unstable[0]
@@ -60,7 +70,11 @@ def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> I
     """Every forward pass in order: capture without graph, replay, sweep."""
     assert run.watch is not None
     plan = expected_schedule(
-        "longstraw", shared(problem), claim.policy, chunk=config.chunk, branches=config.branches
+        "longstraw",
+        shared(problem, claim.policy),
+        claim.policy,
+        chunk=config.chunk,
+        branches=config.branches,
     )
     expected = [(p.rows * p.tokens, p.grad) for p in plan]
     seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]

@@ -96,7 +96,7 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
         return Rung(
             name="forward",
             status="not_run",
-            detail="log-probs were neither seen at the model's head nor reported: return them in StepResult.log_probs",
+            detail=_unseen(run),
         )
     where, actual = seen
     limits = Limits(relative=ORACLE_LIMIT)
@@ -138,6 +138,18 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
         limit=max((t.limit for t in comparison.tensors), default=limits.relative),
         detail=detail,
     )
+
+
+def _unseen(run: Run) -> str:
+    """Why no log-probs were found."""
+    assert run.trace is not None
+    found = "log-probs were neither seen at the model's head nor reported"
+    if run.trace.unplaced:
+        found += (
+            f" ({run.trace.unplaced} tokens match no prompt or response at their positions: pass input_ids, and "
+            "position_ids that count from each row's first token)"
+        )
+    return f"{found}: return them in StepResult.log_probs"
 
 
 def _number(value: float | None) -> str:

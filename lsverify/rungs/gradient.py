@@ -1,6 +1,8 @@
-"""`gradient`: every parameter's gradient = that of the claimed reference, twice over."""
+"""`gradient`: every parameter's gradient = that of the claimed reference, each time the path runs."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import Rung, Status
@@ -9,7 +11,9 @@ from lsverify.referee import Claim, Referee
 from lsverify.references import Gradients
 
 
-def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: Comparison) -> Rung:
+def gradient(
+    claim: Claim, run: Run, later: Sequence[Run], referee: Referee, comparison: Comparison
+) -> Rung:
     """The comparison's verdict, unless the path disagrees with itself or the reference with its own parts."""
     if run.error is not None:
         return Rung(name="gradient", status="not_run", detail="the path raised an error")
@@ -27,17 +31,18 @@ def gradient(claim: Claim, run: Run, again: Run, referee: Referee, comparison: C
             f"response term and state term do not sum to full autograd: {message(parts)}",
             parts,
         )
-    if again.error is not None:
-        kind = type(again.error).__name__
-        detail = f"the path raised {kind} when it ran again: {again.error}"
-        return Rung(name="gradient", status="error", detail=detail)
-    twice = compare(
-        run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices
-    )
-    if _disagree(twice):
-        to_reference = "" if comparison.passed else f"\nto the reference: {message(comparison)}"
-        detail = f"two runs of the path disagree: {message(twice)}{to_reference}"
-        return rung("nondeterministic", detail, twice)
+    for again in later:
+        if again.error is not None:
+            kind = type(again.error).__name__
+            detail = f"the path raised {kind} when it ran again: {again.error}"
+            return Rung(name="gradient", status="error", detail=detail)
+        twice = compare(
+            run.gradients, again.gradients, limits=referee.limits(claim), slices=referee.slices
+        )
+        if _disagree(twice):
+            to_reference = "" if comparison.passed else f"\nto the reference: {message(comparison)}"
+            detail = f"two runs of the path disagree: {message(twice)}{to_reference}"
+            return rung("nondeterministic", detail, twice)
     if comparison.passed:
         worst = comparison.worst_parameter
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
