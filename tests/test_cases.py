@@ -65,6 +65,8 @@ def test_every_option_reaches_the_case():
         seed=11,
         chunk=2,
         lora=True,
+        quantised=True,
+        tied=True,
     ).cases()
     assert case == CaseConfig(
         arch="mistral",
@@ -79,6 +81,8 @@ def test_every_option_reaches_the_case():
         seed=11,
         chunk=2,
         lora=True,
+        quantised=True,
+        tied=True,
     )
 
 

@@ -10,6 +10,7 @@ from judged import judged, made_up, receipt_of, rung
 from lsverify import evidence, gate, tracking
 from lsverify.cases import Options, load_candidate
 from lsverify.errors import InputError
+from lsverify.families import TINY
 from lsverify.inventory import rows_of
 from lsverify.policies import parse_policy
 
@@ -21,8 +22,8 @@ def options(**fields):
 REFUSED = [
     (
         lambda path: options(archs=("lama",)).cases(),
-        "architecture 'lama' is not known: use one of glm_moe_dsa, llama, mistral, qwen3_5, smollm2-135m, "
-        "or a local folder with config.json and safetensors weights",
+        f"architecture 'lama' is not known: use one of {', '.join(sorted(TINY))}, smollm2-135m, a local folder with "
+        "config.json and safetensors weights, or a model type of transformers (lsverify archs lists them)",
     ),
     (
         lambda path: parse_policy("windows:3"),

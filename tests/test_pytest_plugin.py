@@ -197,6 +197,8 @@ def test_groups(request):
             seed=7,
             chunk=5,
             lora=True,
+            quantised=True,
+            tied=True,
         ),
     ],
 )
