@@ -101,30 +101,22 @@ def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Probl
         holes=True,
     )
     first = draw(spec, vocab_size)
+    prompts = [group.prompt for group in first.groups]
+    alike = _almost(prompts[0], vocab_size)
     change = {
         "seed": config.seed + 1_000_003,
-        "prompt_lengths": (length,) * 3,
-        "group_sizes": (*group_sizes(config), 2),
+        "prompt_lengths": (length, length, length, len(prompts[1])),
+        "group_sizes": (*group_sizes(config), 2, 2),
         "truncated": True,
     }
     other = draw(spec.model_copy(update=change), vocab_size)
-    prompt = first.groups[0].prompt
-    level, *groups = other.groups
-    even = tuple(_ragged(replace(one, reward=1.0)) for one in level.responses)
-    return first, replace(
-        other,
-        groups=(
-            replace(level, prompt=prompt, responses=even),
-            *(
-                replace(
-                    group,
-                    prompt=_almost(prompt, vocab_size),
-                    responses=tuple(map(_ragged, group.responses)),
-                )
-                for group in groups
-            ),
-        ),
-    )
+    groups = [
+        replace(group, prompt=prompt, responses=tuple(map(_ragged, group.responses)))
+        for group, prompt in zip(other.groups, (prompts[0], alike, alike, prompts[1]), strict=True)
+    ]
+    level = tuple(replace(response, reward=1.0) for response in groups[-1].responses)
+    groups[-1] = replace(groups[-1], responses=level)
+    return first, replace(other, groups=tuple(groups))
 
 
 def _ragged(response: Response) -> Response:

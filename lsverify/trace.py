@@ -155,7 +155,7 @@ class Trace:
             ids.tolist(), positions, padding, pasts, strict=True
         ):
             members = self._members(tokens, where, past)
-            if not members:
+            if not members and rows > 1:
                 members = self._padded_on_the_right(tokens, where, past)
                 ends = [len(self._tokens[i]) - 1 for i in members]
                 where = [p if p < max(ends, default=0) else -1 for p in where] if ends else where

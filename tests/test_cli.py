@@ -95,7 +95,7 @@ def test_every_option_arrives(run, monkeypatch):
         *["gate", "--arch", "mistral", "--policy", "tail:2", "--reference", "full"],
         *["--require", "forward", "--dtype", "float32", "--prompt-length", 9, "--group-size", 3],
         *["--response-length", "2,1", "--objective", "dapo", "--seed", 5, "--chunk", 4],
-        *["--branches", 2],
+        *["--branches", 2, "--quantised", "--tied"],
         *["--lora", "--quantised", "--tied", "--quick", "--candidate", "candidates:full"],
     )
     assert code == 0
@@ -112,9 +112,9 @@ def test_every_option_arrives(run, monkeypatch):
         "seed": 5,
         "chunk": 4,
         "branches": 2,
-        "lora": True,
         "quantised": True,
         "tied": True,
+        "lora": True,
         "training": True,
         "require": "forward",
     }

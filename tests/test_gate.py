@@ -58,7 +58,7 @@ def test_a_folder_is_an_architecture(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"archs": ("llama", "lama")}, "architecture 'lama' is not known: use one of glm_moe_dsa"),
+        ({"archs": ("llama", "lama")}, "architecture 'lama' is not known: use one of bamba"),
         ({"policies": ("exact", "windows:3")}, "policy 'windows:3' is not known"),
         ({"prompt_length": -3}, "prompt length -3 is not allowed: Input should be greater"),
         ({"group_size": 0}, "group size 0 is not allowed"),

@@ -27,8 +27,8 @@ REFUSED = [
     ),
     (
         lambda path: parse_policy("windows:3"),
-        "policy 'windows:3' is not known: use exact, detach, window:M (M >= 0), tail:K (K >= 1), "
-        "or tail:K+window:M",
+        "policy 'windows:3' is not known: use exact, detach, window:M, tail:K, layers:0,2-3, kinds:attention,recurrent, "
+        "roulette:P, stale:N, or several joined by +, as in tail:K+window:M+kinds:recurrent",
     ),
     (
         lambda path: options(prompt_length=-3).cases(),

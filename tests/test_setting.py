@@ -65,8 +65,9 @@ def test_the_second_step_meets_the_first_ones_prompt_with_other_responses(made):
     assert not torch.equal(second.tokens(0), first.tokens(0))
 
 
-def test_the_second_step_has_what_confuses(made):
-    first, second = made.problem, made.second
+def test_the_second_step_has_what_confuses():
+    made = setting(response_lengths=(6, 1, 5))
+    second = made.second
     prompts = [group.prompt for group in second.groups]
     assert len(prompts[0]) == len(prompts[1])
     assert torch.equal(prompts[0][:-2], prompts[1][:-2])
@@ -74,7 +75,8 @@ def test_the_second_step_has_what_confuses(made):
     assert torch.equal(prompts[1], prompts[2])
     vocabulary = made.model.config.get_text_config().vocab_size
     assert prompts[1][-2:].tolist() == [0, vocabulary - 1]
-    assert len({response.reward for response in second.groups[0].responses}) == 1
+    assert torch.equal(prompts[3], made.problem.groups[1].prompt)
+    assert len({response.reward for response in second.groups[3].responses}) == 1
     assert any(response.truncated for response in second.responses)
     assert all(response.sampler_logp is not None for response in second.responses)
     holes = [(r.old_logp, r.ref_logp, r.mask) for r in second.responses if not r.mask.all()]
