@@ -19,6 +19,7 @@ from lsverify.objective_options import read_objective
 from lsverify.policies import parse_policy
 
 DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
+ALL = "all"
 DEFAULT_POLICIES = ("exact", "detach")
 DTYPES = ("float64", "float32", "bfloat16", "bfloat16-autocast")
 REFERENCES = ("declared", "full")
@@ -77,7 +78,7 @@ class Options:
         policies: tuple[str | None, ...] = self.policies or default
         for spec in self.policies:
             parse_policy(spec)
-        for arch in self.archs or DEFAULT_ARCHS:
+        for arch in expanded(self.archs):
             require_known(arch)
             for policy in policies:
                 yield self._case(arch, policy)
@@ -120,6 +121,17 @@ class Options:
                 f"(groups of {' and '.join(map(str, group_sizes(case)))}): name fewer, or raise the group size"
             )
         return case
+
+
+def expanded(archs: tuple[str, ...]) -> tuple[str, ...]:
+    """The architectures that are meant: the default ones if none is named, every family for `all`."""
+    if ALL not in archs:
+        return archs or DEFAULT_ARCHS
+    from lsverify.models import TINY
+
+    return tuple(
+        dict.fromkeys(one for arch in archs for one in (sorted(TINY) if arch == ALL else [arch]))
+    )
 
 
 def group_sizes(case: CaseConfig) -> tuple[int, ...]:

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lsverify.cases import DEFAULT_ARCHS, load_candidate
+from lsverify.cases import expanded, load_candidate
 from lsverify.pytest_plugin import options_of
 
 
 def pytest_generate_tests(metafunc):
     if "arch" in metafunc.fixturenames:
-        archs = options_of(metafunc.config).archs or DEFAULT_ARCHS
+        archs = expanded(options_of(metafunc.config).archs)
         metafunc.parametrize("arch", archs, scope="session")
 
 
