@@ -102,13 +102,12 @@ def test_links_lead_somewhere():
 
 
 def test_policies_of_the_table_are_policies():
-    policies = re.findall(r"^\| `([a-z:+A-Z]+)` \|", README, flags=re.MULTILINE)
+    (section,) = re.findall(r"^## Policies\n(.*?)^B = P", README, flags=re.MULTILINE | re.DOTALL)
+    cells = re.findall(r"^\| (`.*?`) \|", section, flags=re.MULTILINE)
+    policies = [policy for cell in cells for policy in re.findall(r"`([^`]+)`", cell)]
     from lsverify.policies import parse_policy
 
-    specs = [
-        p.replace("M", "3").replace("K", "2")
-        for p in policies
-        if p in ("exact", "detach") or ":" in p
-    ]
-    assert len(specs) == 5
+    values = {"M": "3", "K": "2", "P": "0.5", "N": "3"}
+    specs = [re.sub(r"(?<=:)[MKPN]", lambda letter: values[letter[0]], spec) for spec in policies]
+    assert len(specs) == 9
     assert all(parse_policy(spec) for spec in specs)
