@@ -24,7 +24,7 @@ LIMIT = 1e-10
 
 @torch.no_grad()
 def check_shareable(model: nn.Module, problem: Problem, limit: float = LIMIT) -> None:
-    """Hold the values of every layer at the prompt's positions to those of the prompt alone.
+    """Hold the values of every layer, and the logits, at the prompt's positions to those of the prompt alone.
 
     The prompt is run by itself, before its shortest and its longest response, and in a batch of both. `limit` is on
     relative L2 per layer; the model should be at oracle precision. Raises `NotShareable`, naming layer and length.
@@ -62,7 +62,7 @@ def _hold(
 
 
 def _layers(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
-    """The output [b, T, H] of every decoder layer, by name, of an uncached pass over tokens [b, T]."""
+    """The output [b, T, H] of every decoder layer, by name, and the logits, of an uncached pass over tokens [b, T]."""
     found: dict[str, Tensor] = {}
     _, parents = way_to_embedding(model)
 
@@ -78,8 +78,11 @@ def _layers(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> dic
     ]
     try:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        model(input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False)
+        output = model(
+            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False
+        )
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    # Also for a model whose layers are not where they are looked for.
+    return found | {"logits": output.logits.detach()}
