@@ -90,9 +90,10 @@ def one_layers_state_lost(model: nn.Module, problem: Problem, objective: Objecti
 
 
 def honest_cases(archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[CaseConfig]:
-    """Without end: every architecture, precision and policy before the next seed."""
-    for seed, policy, dtype, arch in product(count(), POLICIES, dtypes, archs):
-        yield _case(arch, dtype, seed, policy=policy)
+    """Without end: every precision, architecture and policy before the next seed."""
+    for seed in count():
+        for dtype, arch, policy in product(dtypes, archs, POLICIES):
+            yield _case(arch, dtype, seed, policy=policy)
 
 
 def faulty_cases(archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[CaseConfig]:
