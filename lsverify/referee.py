@@ -169,6 +169,11 @@ class Referee:
         found: Gradients | None = self._memo[self._key(claim, self.setting.problem, "oracle")][1]
         return found
 
+    def forget(self, claim: Claim) -> None:
+        """Drop the claim's references, which for a real model take gigabytes; asked for again, they are made again."""
+        for side in ("oracle", "native"):
+            self._memo.pop(self._key(claim, self.setting.problem, side), None)
+
     def gradient_at(
         self,
         weights: Mapping[str, Tensor],
