@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from lsverify.ablation_records import Group, Row
 from lsverify.attribution import kind_of, layer_of
 from lsverify.cases import SMOLLM2, Options
 from lsverify.compare import Comparison
 from lsverify.errors import InputError
-from lsverify.evidence import HOLDS, CaseConfig, Environment, Real, Status
+from lsverify.evidence import CaseConfig, Status
 from lsverify.ladder import path_of
 from lsverify.models import TINY
 from lsverify.norms import norm, promoted
@@ -41,84 +39,13 @@ from lsverify.state_term import StateTerm, minus, size, squared_state_terms, sta
 
 DTYPES = ("float64", "float32")
 # A step of a tiny model takes milliseconds: the fastest of a few is its time. A step of seconds is its own.
-MOST_RUNS, ENOUGH_SECONDS = 4, 2.0
+MOST_RUNS, ENOUGH_SECONDS = 3, 2.0
+FIRST_SEED = 0
 WINDOWS, TEXT_WINDOWS = (8, 64), (64, 256)
 LENGTH, TEXT_LENGTH = 24, 512
 
 Progress = Callable[[str], None]
 PathOf = Callable[[CaseConfig], Step]
-
-
-class Group(BaseModel):
-    """The parameters of one layer, or of one kind: distance to full autograd, and `lost`, their share of |bias|^2."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rel_l2: Real | None
-    cosine: Real | None
-    norm_ratio: Real | None
-    lost: Real | None
-
-
-class Row(BaseModel):
-    """One policy on one problem.
-
-    status: of the gradient against the claimed reference, as in a receipt; `not_applicable` with the reason in
-    `detail`. to_claim, limit: relative L2 to that reference, and the largest allowed. rel_l2, cosine, norm_ratio: to
-    full autograd, over all parameters; per_layer has "-" for what is outside the layers. tokens: forwarded. live bytes
-    are over what was alive before the step; seconds are the fastest of a few runs of a tiny model, else of one.
-    variance: of a policy with a coin, E |gradient - full|^2 / |full|^2; its bias is that of one draw.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    arch: str
-    policy: str
-    length: int
-    seed: int
-    status: Status
-    reference: str | None = None
-    detail: str = ""
-    to_claim: Real | None = None
-    limit: Real | None = None
-    rel_l2: Real | None = None
-    cosine: Real | None = None
-    norm_ratio: Real | None = None
-    per_layer: dict[str, Group] = {}
-    per_kind: dict[str, Group] = {}
-    tokens: int | None = None
-    tokens_full: int | None = None
-    live_bytes: int | None = None
-    live_bytes_full: int | None = None
-    seconds: float | None = None
-    seconds_full: float | None = None
-    variance: Real | None = None
-
-    @property
-    def holds(self) -> bool:
-        """Whether nothing speaks against it; a policy that does not fit the model shows nothing either way."""
-        return self.status in HOLDS
-
-
-class Ablation(BaseModel):
-    """`DIR/ablation.json`, numbers at full precision."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    schema_version: Literal[1] = 1
-    environment: Environment
-    command: tuple[str, ...]
-    dtype: str
-    objective: str
-    rows: tuple[Row, ...]
-    state_terms: tuple[StateTerm, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """0: every path that ran has its claimed gradient, at least one did, and the references agree; else 1."""
-        shown = any(row.status in ("proven", "proven_zero") for row in self.rows)
-        sound = not any(term.inconsistent for term in self.state_terms)
-        return 0 if shown and sound and all(row.holds for row in self.rows) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +77,7 @@ class Request:
         lengths = self.lengths or (TEXT_LENGTH if arch == SMOLLM2 else LENGTH,)
         return [
             case.model_copy(update={"policy": None})
-            for length, seed in itertools.product(lengths, range(seeds))
+            for length, seed in itertools.product(lengths, range(FIRST_SEED, FIRST_SEED + seeds))
             for case in Options(
                 archs=(arch,),
                 policies=("exact",),
@@ -228,7 +155,9 @@ def ablate(request: Request, arch: str, paths: PathOf = path_of) -> Measured:
             stack.enter_context(deterministic())
             try:
                 state = _captured(referee)
-            except InputError as error:  # nothing of this model can be shared, and no policy is about it
+            except (
+                InputError
+            ) as error:  # nothing of this model can be shared, and no policy is about it
                 specs = request.policies or ("exact", "detach")
                 rows += [_unfit(config, spec, error) for spec in specs]
                 continue
@@ -286,6 +215,7 @@ def _rows(
     specs: Sequence[str],
     paths: PathOf,
 ) -> Iterator[Row]:
+    full = _full_cost(referee) if config.seed == FIRST_SEED else {}
     for spec in specs:
         policy = parse_policy(spec)
         try:
@@ -294,19 +224,49 @@ def _rows(
                     "at its first step a stale capture is detach; later ones are for lsverify gate"
                 )
             require_chosen(policy, state)
-            yield _row(config.model_copy(update={"policy": spec}), policy, referee, paths)
+            row = _row(config.model_copy(update={"policy": spec}), policy, referee, paths)
         except InputError as error:
             yield _unfit(config, spec, error)
+            continue
+        if full and row.status != "error":
+            path = paths(config.model_copy(update={"policy": spec}))
+            row = row.model_copy(update=full | _cost(path, referee))
+        yield row
+
+
+def _full_cost(referee: Referee) -> dict[str, float | int | None]:
+    return {
+        "tokens_full": referee.full_run.tokens.total,
+        "live_bytes_full": referee.full_live_bytes,
+        "seconds_full": _fastest(full_autograd, referee, [referee.full_timed.seconds]),
+    }
+
+
+def _cost(path: Step, referee: Referee) -> dict[str, float | int | None]:
+    setting = referee.setting
+    run = weighed(path, setting.model, setting.problem, setting.objective)
+    return {"live_bytes": run.live_bytes_peak, "seconds": _fastest(path, referee, [])}
+
+
+def _fastest(path: Step, referee: Referee, seconds: list[float]) -> float:
+    setting = referee.setting
+    while not seconds or (len(seconds) < MOST_RUNS and sum(seconds) < ENOUGH_SECONDS):
+        seconds.append(timed(path, setting.model, setting.problem, setting.objective).seconds)
+    return min(seconds)
 
 
 def _unfit(config: CaseConfig, spec: str, error: InputError) -> Row:
+    return _empty(config, spec, "not_applicable", str(error))
+
+
+def _empty(config: CaseConfig, spec: str, status: Status, detail: str) -> Row:
     return Row(
         arch=config.arch,
         policy=spec,
         length=config.prompt_length,
         seed=config.seed,
-        status="not_applicable",
-        detail=str(error),
+        status=status,
+        detail=detail,
     )
 
 
@@ -318,22 +278,19 @@ def _row(config: CaseConfig, policy: Policy, referee: Referee, paths: PathOf) ->
     claim = claim_of(config, run.result, setting.objective)
     against_claim = referee.compared(claim, run.gradients)
     rung = gradient(claim, run, again, referee, against_claim)
-    place = {
-        "arch": config.arch,
-        "policy": policy.spec,
-        "length": config.prompt_length,
-        "seed": config.seed,
-        "reference": claim.label,
-    }
     if run.error is not None:
         raised = f"the path raised {type(run.error).__name__}: {run.error}"
-        return Row(**place, status="error", detail=raised)
+        return _empty(config, policy.spec, "error", raised)
     full = Claim(label="full", policy=None, objective=setting.objective)
     bias = referee.compared(full, run.gradients)
     expected = referee.oracle(full).gradients
     layers, kinds = _groups(bias, expected, run.gradients, referee.slices)
     row = Row(
-        **place,
+        arch=config.arch,
+        policy=policy.spec,
+        length=config.prompt_length,
+        seed=config.seed,
+        reference=claim.label,
         status=rung.status,
         detail=rung.detail,
         to_claim=against_claim.rel_l2,
@@ -344,27 +301,11 @@ def _row(config: CaseConfig, policy: Policy, referee: Referee, paths: PathOf) ->
         per_layer=layers,
         per_kind=kinds,
         tokens=run.tokens.total,
-        tokens_full=referee.full_run.tokens.total,
-        live_bytes=weighed(path, *step).live_bytes_peak,
-        live_bytes_full=referee.full_live_bytes,
-        seconds=_fastest(path, referee, again.seconds),
-        seconds_full=_fastest_full(referee),
         variance=_variance(policy, referee),
     )
     if policy.spec != "detach" and not claim.is_full(setting.problem):
         referee.forget(claim)
     return row
-
-
-def _fastest(path: Step, referee: Referee, first: float) -> float:
-    setting, seconds = referee.setting, [first]
-    while len(seconds) < MOST_RUNS and sum(seconds) < ENOUGH_SECONDS:
-        seconds.append(timed(path, setting.model, setting.problem, setting.objective).seconds)
-    return min(seconds)
-
-
-def _fastest_full(referee: Referee) -> float:
-    return _fastest(full_autograd, referee, referee.full_timed.seconds)
 
 
 def _variance(policy: Policy, referee: Referee) -> float | None:
@@ -391,9 +332,8 @@ def _groups(
         number = layer_of(name)
         layer = "-" if number is None else str(number)
         layers[layer] = layers.get(layer, 0.0) + norm(error) ** 2
-        parts = [(part.label, error[part.index]) for part in slices.get(name, ())]
-        for label, part in parts or [(None, error)]:
-            kind = kind_of(name, label)
+        parts = [(kind_of(name, p.label), error[p.index]) for p in slices.get(name, ())]
+        for kind, part in parts or [(kind_of(name), error)]:
             kinds[kind] = kinds.get(kind, 0.0) + norm(part) ** 2
     per_layer = {str(layer): numbers for layer, numbers in bias.per_layer.items()}
     return _shares(layers, per_layer), _shares(kinds, bias.per_kind)

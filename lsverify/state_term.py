@@ -9,12 +9,13 @@ away from one another. Every part here is a difference of two references, so no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from lsverify.cache import Slot
 from lsverify.evidence import Real
 from lsverify.norms import norm, promoted
 from lsverify.paths import shared_prompts
@@ -131,15 +132,16 @@ def squared_state_terms(referee: Referee) -> float:
         return size(minus(reference.full, response)) ** 2
     squares = []
     for members in prompts:
-        own = set(members)
-        only = Filter(
-            boundary=policy.boundary, share=lambda member, slot, own=own: float(member in own)
-        )
+        only = Filter(boundary=policy.boundary, share=_of_members(members))
         stopped = stopped_reference(
             setting.model, problem, setting.objective, lambda length: 0, carried=only
         )
         squares.append(size(minus(stopped.response.gradients, response)) ** 2)
     return math.fsum(squares)
+
+
+def _of_members(members: Sequence[int]) -> Callable[[int, Slot], float]:
+    return lambda member, slot: float(member in members)
 
 
 class _References:
