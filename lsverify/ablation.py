@@ -93,6 +93,14 @@ class Request:
         ]
 
 
+def lengths_of(text: str | None) -> tuple[int, ...]:
+    """Prompt lengths as the command line gives them. Raises `InputError` for anything but N,N,.. of 1 or more."""
+    parts = [] if text is None else text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"lengths {text!r} is not allowed: use N,N,.. with each 1 or more")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
 Measured = tuple[list[Row], list[StateTerm]]
 
 

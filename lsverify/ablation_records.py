@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from lsverify.evidence import HOLDS, Environment, Real, Status
-from lsverify.state_term import StateTerm
+from lsverify.state_term import RECORD, StateTerm
 
 
 class Group(BaseModel):
     """The parameters of one layer, or of one kind: distance to full autograd, and `lost`, their share of |bias|^2."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = RECORD
 
     rel_l2: Real | None
     cosine: Real | None
@@ -32,7 +32,7 @@ class Row(BaseModel):
     E |gradient - full|^2 / |full|^2; its bias is that of one draw.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = RECORD
 
     arch: str
     policy: str
@@ -65,7 +65,7 @@ class Row(BaseModel):
 class Ablation(BaseModel):
     """`DIR/ablation.json`, numbers at full precision."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = RECORD
 
     schema_version: Literal[1] = 1
     environment: Environment

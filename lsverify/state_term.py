@@ -26,6 +26,8 @@ from lsverify.rungs.gradient import consistent
 
 Vector = dict[str, Tensor]
 HELD = (0.5, 0.9)
+# JSON has no NaN: a number that is not finite is written as a string, which reads back as the number.
+RECORD = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class Part(BaseModel):
@@ -34,7 +36,7 @@ class Part(BaseModel):
     None where the whole, or for the cosine the part, is zero.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = RECORD
 
     norm: Real | None
     cosine: Real | None
@@ -64,7 +66,7 @@ class StateTerm(BaseModel):
     terms do not sum to full autograd (looked for at oracle precision only).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = RECORD
 
     arch: str
     length: int
