@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,16 +86,24 @@ def _figure(policies: Sequence[Summary], terms: Sequence[StateTerm]) -> str:
 
 
 def _front(axes: Any, policies: Sequence[Summary], field: str, label: str) -> None:
-    """Bias against a cost, both of full autograd; the line joins what no other policy beats in both."""
-    points = [
-        (cost / full, bias, s.first.policy)
-        for s in policies
-        if (cost := s.mean(field)) and (full := s.mean(f"{field}_full"))
-        if (bias := s.mean("rel_l2")) is not None
-    ]
-    for x, y, name in points:
-        axes.plot([x], [y], "o", color=INK, markersize=4)
-        axes.annotate(name, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6)
+    """Bias against a cost, both of full autograd; the line joins what no other policy beats in both.
+
+    A policy with a coin is hollow and off the line: its root mean square error, at what one draw costs.
+    """
+    points: list[tuple[float, float, str]] = []
+    for s in policies:
+        cost, full, bias = s.mean(field), s.mean(f"{field}_full"), s.mean("rel_l2")
+        if cost is None or not full or bias is None:
+            continue
+        variance, at = s.mean("variance"), cost / full
+        error = bias if variance is None else math.sqrt(variance)
+        axes.plot(
+            [at], [error], "o", color=INK, markersize=4, mfc=None if variance is None else "w"
+        )
+        where = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 6}
+        axes.annotate(s.first.policy, (at, error), **where)
+        if s.first.policy.find("roulette") < 0:
+            points.append((at, bias, s.first.policy))
     best = pareto(points)
     axes.step([x for x, *_ in best], [y for _, y, _ in best], where="post", color=PALE, zorder=0)
     axes.set(title=f"bias against {label.split(',')[0]}", xlabel=label, ylabel="relative L2")
