@@ -166,7 +166,7 @@ def _term(terms: Sequence[StateTerm]) -> list[str]:
 
 
 def _distances(length: int, measured: Sequence[Sequence[StateTerm]]) -> Sheet:
-    """The last column is B itself: all of it."""
+    """The last column is B itself: all of it; the one before lacks the prompt's first token."""
     far = measured[0][0].distances
     return Sheet(
         title=f"How much of what detach loses lies within so many tokens of the boundary, prompt {length}",
@@ -237,9 +237,10 @@ def remarks(ablation: Ablation) -> Iterator[str]:
                 yield f"{row.arch} {row.policy} seed {row.seed}: {row.status}: {row.detail}"
         if s.status == "not_applicable":
             yield f"{s.first.arch} {s.first.policy} not applicable: {s.first.detail}"
-    for term in ablation.state_terms:
-        for spec in term.inconsistent:
-            yield f"{term.arch} seed {term.seed}: the terms of reference {spec} do not sum to full autograd"
+    for term in ablation.inconsistent:
+        yield (
+            f"{term.arch} seed {term.seed}: the parts of the state term miss it by {term.left:.2g} of the full gradient"
+        )
 
 
 def show(ablation: Ablation, console: Console) -> None:

@@ -20,9 +20,8 @@ from lsverify.evidence import Real
 from lsverify.norms import norm, promoted
 from lsverify.paths import shared_prompts
 from lsverify.policies import parse_policy
-from lsverify.referee import Claim, Referee, computed
-from lsverify.references import Filter, Gradients, stopped_reference
-from lsverify.rungs.gradient import consistent
+from lsverify.referee import Claim, Referee
+from lsverify.references import Filter, Gradients, banded_reference, stopped_reference
 
 Vector = dict[str, Tensor]
 HELD = (0.5, 0.9)
@@ -61,9 +60,9 @@ class StateTerm(BaseModel):
     """What `detach` loses on one problem, in parts.
 
     size, cosine: |state term| / |full|, and its cosine with full; None where undefined. kinds_left, distances_left:
-    |sum of the parts - whole| / |full|, which is rounding. held: the least of the measured distances (powers of two,
-    and B) from which on the sum stays at or above 50% and 90% of the whole. inconsistent: windows whose two reference
-    terms do not sum to full autograd (looked for at oracle precision only).
+    |sum of the parts - whole| / |full|, which is rounding: the whole is full autograd minus the response term, and the
+    parts come from other graphs. held: the least of the measured distances from which on the sum stays at or above
+    50% and 90% of the whole.
     """
 
     model_config = RECORD
@@ -78,7 +77,11 @@ class StateTerm(BaseModel):
     distances: tuple[DistancePart, ...]
     distances_left: Real
     held: dict[str, int | None]
-    inconsistent: tuple[str, ...] = ()
+
+    @property
+    def left(self) -> float:
+        """What the parts miss, by kind or by distance, whichever is more."""
+        return max(self.kinds_left, self.distances_left)
 
 
 def state_term(referee: Referee, kinds: Iterable[str]) -> StateTerm:
@@ -86,39 +89,37 @@ def state_term(referee: Referee, kinds: Iterable[str]) -> StateTerm:
 
     kinds: the kinds of state that the model has.
     """
-    setting, reference = referee.setting, _References(referee)
-    full, response = reference.full, reference.of("detach")
+    setting = referee.setting
+    full, response = _reference(referee, "full"), _reference(referee, "detach")
     whole, scale = minus(full, response), size(minus(full, {}))
-    boundary = max(setting.problem.prompt_lengths) - 1
     by_kind = list(kinds)
     # What passes through the only kind there is, is all of it.
     passing = (
-        {kind: minus(reference.of(f"kinds:{kind}"), response) for kind in by_kind}
+        {kind: minus(_reference(referee, f"kinds:{kind}"), response) for kind in by_kind}
         if len(by_kind) > 1
         else dict.fromkeys(by_kind, whole)
     )
-    parts = [KindPart(kind=kind, **_part(part, whole)) for kind, part in passing.items()]
-    bands, last = _bands(reference, response, whole, boundary)
-    lost = minus(whole, _sum(passing.values())) if passing else {}
+    windows = distances(max(setting.problem.prompt_lengths) - 1)
+    made = _bands(referee, windows)
+    bands = _distance_parts(windows, made, whole)
     return StateTerm(
         arch=setting.config.arch,
         length=setting.config.prompt_length,
         seed=setting.config.seed,
         size=_over(size(whole), scale),
         cosine=_over(dot(minus(full, {}), whole), scale * size(whole)),
-        kinds=tuple(parts),
-        kinds_left=_over(size(lost), scale) or 0.0,
+        kinds=tuple(KindPart(kind=kind, **_part(part, whole)) for kind, part in passing.items()),
+        kinds_left=_left(whole, passing.values(), scale),
         distances=tuple(bands),
-        distances_left=(_over(size(minus(whole, last)), scale) or 0.0) if bands else 0.0,
+        distances_left=_left(whole, made, scale),
         held={f"{share:.0%}": _held(bands, share) for share in HELD},
-        inconsistent=tuple(reference.inconsistent),
     )
 
 
 def distances(boundary: int) -> list[int]:
-    """1, 2, 4, .. and B, the windows that are measured."""
-    powers = [2**i for i in range(boundary.bit_length()) if 2**i < boundary]
-    return [*powers, boundary] if boundary > 0 else []
+    """1, 2, 4, .., B - 1 and B tokens back. The first token is apart: attention rests on it in many models."""
+    powers = [2**i for i in range(boundary.bit_length()) if 2**i < boundary - 1]
+    return [m for m in (*powers, boundary - 1, boundary) if m > 0]
 
 
 def squared_state_terms(referee: Referee) -> float:
@@ -126,12 +127,11 @@ def squared_state_terms(referee: Referee) -> float:
 
     Each prompt has a coin of its own, so what counts is the sum of squares, not the square of the sum.
     """
-    setting, reference = referee.setting, _References(referee)
-    problem, policy = setting.problem, parse_policy("detach")
-    response = reference.of("detach")
+    setting, policy = referee.setting, parse_policy("detach")
+    problem, response = setting.problem, _reference(referee, "detach")
     prompts = [members for _, members in shared_prompts(problem)]
     if len(prompts) == 1:
-        return size(minus(reference.full, response)) ** 2
+        return size(minus(_reference(referee, "full"), response)) ** 2
     squares = []
     for members in prompts:
         only = Filter(boundary=policy.boundary, share=_of_members(members))
@@ -146,44 +146,45 @@ def _of_members(members: Sequence[int]) -> Callable[[int, Slot], float]:
     return lambda member, slot: float(member in members)
 
 
-class _References:
-    """References by policy, in the case's precision; at oracle precision each is held to full autograd first."""
-
-    def __init__(self, referee: Referee) -> None:
-        self._referee, self._objective = referee, referee.setting.objective
-        self.inconsistent: list[str] = []
-        self.full = referee.native(self._claim("full")).gradients
-
-    def _claim(self, spec: str) -> Claim:
-        policy = None if spec == "full" else parse_policy(spec)
-        return Claim(label=spec, policy=policy, objective=self._objective)
-
-    def of(self, spec: str) -> Gradients:
-        claim, setting = self._claim(spec), self._referee.setting
-        if setting.oracle is not setting.model:
-            if spec == "detach":
-                return self._referee.native(claim).gradients
-            # Not remembered: a gradient of a real model is large, and each of these is met once.
-            return computed(setting.model, claim, setting.problem).gradients
-        summed = consistent(claim, self._referee)
-        if summed is not None and not summed.passed:
-            self.inconsistent.append(spec)
-        return self._referee.oracle(claim).gradients
+def _reference(referee: Referee, spec: str) -> Gradients:
+    """The reference of a policy, or `full`, in the case's precision."""
+    policy = None if spec == "full" else parse_policy(spec)
+    claim = Claim(label=spec, policy=policy, objective=referee.setting.objective)
+    return referee.native(claim).gradients
 
 
-def _bands(
-    reference: _References, response: Gradients, whole: Vector, boundary: int
-) -> tuple[list[DistancePart], Vector]:
-    """The bands between consecutive windows, from B back, and the state term of the widest window."""
-    bands: list[DistancePart] = []
-    above, before, squared = 0, Vector(), dot(whole, whole)
-    for upto in distances(boundary):
-        within = minus(reference.of(f"window:{upto}"), response)
-        band = _part(minus(within, before), whole)
-        reached = _over(dot(within, whole), squared)
-        bands.append(DistancePart(above=above, upto=upto, within=reached, **band))
-        above, before = upto, within
-    return bands, before
+def _bands(referee: Referee, windows: Sequence[int]) -> list[Vector]:
+    """What the tokens of each window add to the window before it, nearest first."""
+    if not windows:
+        return []
+    setting = referee.setting
+
+    def edges(prompt_length: int) -> list[int]:
+        boundary = prompt_length - 1
+        return [*(max(boundary - m, 0) for m in reversed(windows[:-1])), boundary]
+
+    _, bands = banded_reference(setting.model, setting.problem, setting.objective, edges)
+    return [minus(band, {}) for band in reversed(bands)]
+
+
+def _distance_parts(
+    windows: Sequence[int], bands: Sequence[Vector], whole: Vector
+) -> list[DistancePart]:
+    parts: list[DistancePart] = []
+    above, reached = 0, 0.0
+    for upto, band in zip(windows, bands, strict=True):
+        numbers = _part(band, whole)
+        reached += numbers["projection"] or 0.0
+        within = None if numbers["projection"] is None else reached
+        parts.append(DistancePart(above=above, upto=upto, within=within, **numbers))
+        above = upto
+    return parts
+
+
+def _left(whole: Vector, parts: Iterable[Vector], scale: float) -> float:
+    """What the parts miss of the whole, over `scale`; 0 where there are no parts."""
+    summed = _sum(parts)
+    return (_over(size(minus(whole, summed)), scale) or 0.0) if summed else 0.0
 
 
 def _held(bands: list[DistancePart], share: float) -> int | None:

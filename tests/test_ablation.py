@@ -22,7 +22,7 @@ from lsverify.problems import Problem
 from lsverify.prompt import capture
 from lsverify.referee import Referee
 from lsverify.setting import make_setting
-from lsverify.state_term import distances, minus, size, squared_state_terms
+from lsverify.state_term import distances, dot, minus, size, squared_state_terms, state_term
 
 SMALL = {"lengths": (9,), "seeds": 1, "group_size": 3, "response_length": "3,1", "chunk": 4}
 SIZES = "--lengths 9 --seeds 1 --group-size 3 --response-length 3,1 --chunk 4".split()
@@ -114,12 +114,11 @@ def test_the_kinds_of_state_sum_to_what_detach_loses(measured):
 
 def test_the_distances_sum_to_what_detach_loses(measured):
     _, term = measured
-    assert [part.upto for part in term.distances] == [1, 2, 4, 8]
-    assert [part.above for part in term.distances] == [0, 1, 2, 4]
+    assert [part.upto for part in term.distances] == [1, 2, 4, 7, 8]
+    assert [part.above for part in term.distances] == [0, 1, 2, 4, 7]
     assert math.fsum(part.projection for part in term.distances) == pytest.approx(1, abs=1e-12)
     assert term.distances[-1].within == pytest.approx(1, abs=1e-12)
     assert term.distances_left <= 1e-12
-    assert term.inconsistent == ()
     for share, tokens in term.held.items():
         later = [part.within for part in term.distances if part.upto >= tokens]
         assert min(later) >= float(share.rstrip("%")) / 100
@@ -196,9 +195,19 @@ def test_a_prompt_of_one_token_loses_nothing():
 
 
 def test_distances_are_powers_of_two_and_the_boundary():
-    assert distances(23) == [1, 2, 4, 8, 16, 23]
-    assert distances(8) == [1, 2, 4, 8]
-    assert (distances(1), distances(0)) == ([1], [])
+    assert distances(24) == [1, 2, 4, 8, 16, 23, 24]
+    assert distances(9) == [1, 2, 4, 8, 9]
+    assert (distances(2), distances(1), distances(0)) == ([1, 2], [1], [])
+
+
+def test_the_bands_within_a_distance_are_what_a_window_of_it_sweeps(llama):
+    setting = llama.setting
+    step = (setting.model, setting.problem, setting.objective)
+    detached = gradients(longstraw, *step, policy="detach")
+    whole = minus(gradients(longstraw, *step, policy="exact"), detached)
+    for part in state_term(llama, ["attention"]).distances:
+        swept = minus(gradients(longstraw, *step, policy=f"window:{part.upto}"), detached)
+        assert dot(swept, whole) / dot(whole, whole) == pytest.approx(part.within, abs=1e-12)
 
 
 def test_default_policies_are_those_that_can_differ(llama):
@@ -254,10 +263,10 @@ def test_the_exit_code_needs_something_shown_and_nothing_refuted(rows, code):
 
 def test_references_that_disagree_are_a_failure(measured):
     _, term = measured
-    broken = term.model_copy(update={"inconsistent": ("window:2",)})
+    broken = term.model_copy(update={"distances_left": 1e-9})
     assert whole([row_of()], [broken]).exit_code == 1
     (remark,) = ablation_report.remarks(whole([row_of()], [broken]))
-    assert remark.startswith("qwen3_5 seed 0")
+    assert remark.startswith("qwen3_5 seed 0: the parts of the state term miss it by 1e-09")
 
 
 def test_tables_average_over_seeds_and_show_the_spread():
