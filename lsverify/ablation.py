@@ -22,6 +22,7 @@ from lsverify.compare import Comparison
 from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig, Status
 from lsverify.ladder import path_of
+from lsverify.ledger import ideal_work, shared
 from lsverify.models import TINY
 from lsverify.norms import norm, promoted
 from lsverify.observe import recorded, timed, weighed
@@ -244,7 +245,7 @@ def _rows(
 
 def _full_cost(referee: Referee) -> dict[str, float | int | None]:
     return {
-        "tokens_full": referee.full_run.tokens.total,
+        "tokens_full": ideal_work("full_serial", shared(referee.setting.problem)).tokens,
         "live_bytes_full": referee.full_live_bytes,
         "seconds_full": _fastest(full_autograd, referee, [referee.full_timed.seconds]),
     }
