@@ -27,10 +27,10 @@ class Row(BaseModel):
 
     status: of the gradient against the claimed reference, as in a receipt; `not_applicable` with the reason in
     `detail`. to_claim, limit: relative L2 to that reference, and the largest allowed. rel_l2, cosine, norm_ratio: to
-    full autograd, over all parameters; per_layer has "-" for what is outside the layers. tokens: forwarded, as counted; of full autograd, as it must. live bytes
-    are over what was alive before the step; seconds are the fastest of a few runs of a tiny model, else of one; both
-    follow from shapes and are taken at the first seed only. variance: of a policy with a coin,
-    E |gradient - full|^2 / |full|^2; its bias is that of one draw.
+    full autograd, over all parameters; per_layer has "-" for what is outside the layers. tokens: forwarded, counted for
+    the path and from lengths for full autograd. live bytes are over what was alive before the step; seconds are the
+    fastest of a few runs of a tiny model, else of one; both follow from shapes and are taken at the first seed only.
+    variance: of a policy with a coin, E |gradient - full|^2 / |full|^2; its bias is that of one draw.
     """
 
     model_config = RECORD

@@ -166,7 +166,7 @@ def _term(terms: Sequence[StateTerm]) -> list[str]:
 
 
 def _distances(length: int, measured: Sequence[Sequence[StateTerm]]) -> Sheet:
-    """The last column is B itself: all of it; the one before lacks the prompt's first token."""
+    """The last column is B itself: all of it; the one before lacks the longest prompt's first token."""
     far = measured[0][0].distances
     return Sheet(
         title=f"How much of what detach loses lies within so many tokens of the boundary, prompt {length}",
