@@ -319,9 +319,10 @@ def _row(config: CaseConfig, policy: Policy, referee: Referee, paths: PathOf) ->
 
 
 def _variance(policy: Policy, referee: Referee) -> float | None:
-    """E |gradient - full|^2 / |full|^2 of a coin with the whole state term on its side up."""
+    """E |gradient - full|^2 / |full|^2 of a coin with the whole state term on its side up; None of another policy."""
     p = policy.probability
-    if p is None or policy.layers is not None or policy.kinds is not None or policy.tail > 1:
+    parts = (policy.window, policy.layers, policy.kinds)
+    if p is None or policy.tail > 1 or any(part is not None for part in parts):
         return None
     full = Claim(label="full", policy=None, objective=referee.setting.objective)
     squared = size(minus(referee.native(full).gradients, {})) ** 2

@@ -12,6 +12,7 @@ from typing import Any
 
 from lsverify.ablation_records import Ablation
 from lsverify.ablation_report import NOTES, Summary, remarks, sheets, summaries
+from lsverify.policies import parse_policy
 from lsverify.state_term import StateTerm
 
 PACKAGES = ("jinja2", "matplotlib")
@@ -96,13 +97,14 @@ def _front(axes: Any, policies: Sequence[Summary], field: str, label: str) -> No
         if cost is None or not full or bias is None:
             continue
         variance, at = s.mean("variance"), cost / full
+        tossed = parse_policy(s.first.policy).probability is not None
         error = bias if variance is None else math.sqrt(variance)
         axes.plot(
             [at], [error], "o", color=INK, markersize=4, mfc=None if variance is None else "w"
         )
         where = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 6}
         axes.annotate(s.first.policy, (at, error), **where)
-        if s.first.policy.find("roulette") < 0:
+        if not tossed:
             points.append((at, bias, s.first.policy))
     best = pareto(points)
     axes.step([x for x, *_ in best], [y for _, y, _ in best], where="post", color=PALE, zorder=0)

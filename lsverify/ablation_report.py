@@ -55,8 +55,9 @@ NOTES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sheet:
-    """One table: every row has a cell for every header."""
+    """One table, `key` its short name: every row has a cell for every header."""
 
+    key: str
     title: str
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -117,8 +118,14 @@ def sheets(ablation: Ablation) -> list[Sheet]:
     }
     kept = [s for s in summaries(ablation.rows) if s.status != "not_applicable"]
     found = [
-        Sheet(title="Policies", headers=ROW_HEADERS, rows=[_row(s) for s in kept]),
         Sheet(
+            key="policies",
+            title="Policies",
+            headers=ROW_HEADERS,
+            rows=[_row(s) for s in kept],
+        ),
+        Sheet(
+            key="kinds",
             title="What detach loses, by kind of state",
             headers=TERM_HEADERS,
             rows=[_term(some) for some in terms.values()],
@@ -169,6 +176,7 @@ def _distances(length: int, measured: Sequence[Sequence[StateTerm]]) -> Sheet:
     """The last column is B itself: all of it; the one before lacks the longest prompt's first token."""
     far = measured[0][0].distances
     return Sheet(
+        key=f"distances_{length}",
         title=f"How much of what detach loses lies within so many tokens of the boundary, prompt {length}",
         headers=("architecture", *(str(part.upto) for part in far)),
         rows=[

@@ -71,7 +71,7 @@ def log_ablation(
         import wandb
 
         tables = {
-            sheet.title: wandb.Table(columns=list(sheet.headers), data=[*map(list, sheet.rows)])
+            sheet.key: wandb.Table(columns=list(sheet.headers), data=[*map(list, sheet.rows)])
             for sheet in sheets(ablation)
         }
         run.log({**tables, **scalars})
