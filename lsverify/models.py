@@ -193,10 +193,16 @@ def redraw(model: nn.Module, generator: torch.Generator) -> None:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         value = noise if id(tensor) in embeddings else _drawn(name, tensor, noise)
         tensor.copy_(value)
+    derive(model)
+
+
+@torch.no_grad()
+def derive(model: nn.Module) -> None:
+    """Make anew the buffers that are saved but follow from others, in the precision of the model."""
     modules: Iterator[Any] = model.modules()
     for module in modules:
         if hasattr(module, "decay_factors"):
-            # Saved, but functions of the slope: drawn apart, a block of tokens and its tokens would decay differently.
+            # Apart from the slope, or rounded apart from it, a block of tokens and its tokens would decay differently.
             names = ("query_decay", "key_decay", "diagonal_decay")
             for name, value in zip(names, module.decay_factors(module.slope_rate), strict=True):
                 module.get_buffer(name).copy_(value)

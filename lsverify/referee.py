@@ -169,6 +169,16 @@ class Referee:
         found: Gradients | None = self._memo[self._key(claim, self.setting.problem, "oracle")][1]
         return found
 
+    def forget(self, claim: Claim) -> None:
+        """Drop the claim's references, which for a real model take gigabytes; asked for again, they are made again.
+
+        Full autograd is kept: everything is compared with it.
+        """
+        if claim.is_full(self.setting.problem):
+            return
+        for side in ("oracle", "native"):
+            self._memo.pop(self._key(claim, self.setting.problem, side), None)
+
     def gradient_at(
         self,
         weights: Mapping[str, Tensor],

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, map_state, new_cache
+from lsverify.continuation import mended
 from lsverify.objective import Objective, Plan, Scores, prepare
 from lsverify.paths import full_autograd, full_logits
 from lsverify.problems import Problem
@@ -144,6 +145,30 @@ def _left_out(model: nn.Module, problem: Problem, plan: Plan, rest: Filter) -> G
     return _gradients(prompt)
 
 
+def banded_reference(
+    model: nn.Module,
+    problem: Problem,
+    objective: Objective,
+    edges: Callable[[int], Sequence[int]],
+) -> tuple[Reference, list[Gradients]]:
+    """The response term, and the state term by bands of prompt tokens, from one graph per response.
+
+    edges: for a prompt of P tokens where each band ends, not decreasing, the last one B; bands may be empty. Every
+    band is evaluated with parameters of its own, so what reaches them is that band's part of the state term.
+    """
+    live = _sharing(model)
+    bands = [_sharing(model) for _ in edges(1)]
+    plan = prepare(objective, problem, Scores())
+
+    def logits(i: int) -> Tensor:
+        ends = edges(len(problem.prompt(i)))
+        pieces: list[Piece] = [*zip(bands, ends, strict=True), (live, None)]
+        return _in_pieces(model, problem, i, pieces, None)
+
+    response = _accumulated(plan, len(problem), logits, live)
+    return response, [_gradients(band) for band in bands]
+
+
 def _in_pieces(
     model: nn.Module,
     problem: Problem,
@@ -169,7 +194,8 @@ def _in_pieces(
                 "use_cache": True,
                 **keep_logits(model, length if end is None else 1),
             }
-            output = functional_call(model, dict(weights), args=(), kwargs=arguments)
+            with mended(model):  # the library's own code restarts some states
+                output = functional_call(model, dict(weights), args=(), kwargs=arguments)
         start = end or 0
     kept: Tensor = output.logits[0, -length:]
     return kept
@@ -245,6 +271,13 @@ def _copy(model: nn.Module) -> dict[str, Tensor]:
     return {
         name: p.detach().clone().requires_grad_(p.requires_grad)
         for name, p in model.named_parameters()
+    }
+
+
+def _sharing(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters' values, not copied, with gradients of their own."""
+    return {
+        name: p.detach().requires_grad_(p.requires_grad) for name, p in model.named_parameters()
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lsverify.cases import group_sizes
 from lsverify.evidence import CaseConfig
-from lsverify.models import build
+from lsverify.models import build, derive
 from lsverify.objective import Objective
 from lsverify.objective_options import read_objective
 from lsverify.paths import score
@@ -44,7 +44,9 @@ class Setting:
         """The same weights in float64: the model itself at oracle precision, else a copy of it."""
         if self.config.dtype == "float64":
             return self.model
-        return copy.deepcopy(self.model).to(weight_dtype("float64"))
+        oracle = copy.deepcopy(self.model).to(weight_dtype("float64"))
+        derive(oracle)
+        return oracle
 
     @contextmanager
     def computing(self) -> Iterator[None]:

@@ -1,11 +1,15 @@
-"""A gate's run in W&B: one table of cases, scalars per case, the receipt as a file. Offline unless asked."""
+"""A gate's or an ablation's run in W&B: tables, scalars per case, the whole as a file. Offline unless asked."""
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lsverify.ablation_records import Ablation
+from lsverify.ablation_records import Row as AblationRow
 from lsverify.errors import InputError
 from lsverify.evidence import CaseReceipt, Receipt, as_json, exit_code
 from lsverify.report import HEADERS, row
@@ -33,6 +37,53 @@ def log(
     """
     if mode == "disabled":
         return None
+    config = {
+        "command": list(receipt.command),
+        "environment": receipt.environment.model_dump(),
+        "cases": [case.config.model_dump() for case in receipt.cases],
+    }
+    scalars = {k: v for case in receipt.cases for k, v in _scalars(case).items()}
+    with _started(mode, folder, project, "gate", config) as run:
+        import wandb
+
+        cases = wandb.Table(columns=list(HEADERS), data=[row(case) for case in receipt.cases])
+        run.log({"gate": cases, **scalars})
+        run.summary["exit_code"] = exit_code(receipt.cases)
+        return _kept(run, "receipt.json", as_json(receipt))
+
+
+def log_ablation(
+    ablation: Ablation, *, mode: str, folder: Path | None = None, project: str = "lsverify"
+) -> Path | None:
+    """The same for an ablation: its tables, scalars per row, ablation.json as a file. Raises as `log` does."""
+    if mode == "disabled":
+        return None
+    from lsverify.ablation_report import sheets
+
+    config = {
+        "command": list(ablation.command),
+        "environment": ablation.environment.model_dump(),
+        "dtype": ablation.dtype,
+        "objective": ablation.objective,
+    }
+    scalars = {k: v for found in ablation.rows for k, v in _of_row(found).items()}
+    with _started(mode, folder, project, "ablate", config) as run:
+        import wandb
+
+        tables = {
+            sheet.key: wandb.Table(columns=list(sheet.headers), data=[*map(list, sheet.rows)])
+            for sheet in sheets(ablation)
+        }
+        run.log({**tables, **scalars})
+        run.summary["exit_code"] = ablation.exit_code
+        return _kept(run, "ablation.json", ablation.model_dump_json(indent=1) + "\n")
+
+
+@contextmanager
+def _started(
+    mode: str, folder: Path | None, project: str, job: str, config: dict[str, Any]
+) -> Iterator[Any]:
+    """A run that is finished at the end, whatever happens inside."""
     import wandb
 
     where = folder or Path.cwd()
@@ -41,30 +92,33 @@ def log(
         run = wandb.init(
             settings=wandb.Settings(silent=True, console="off"),
             project=project,
-            job_type="gate",
+            job_type=job,
             mode=mode,  # type: ignore[arg-type]
             dir=str(where),
-            config={
-                "command": list(receipt.command),
-                "environment": receipt.environment.model_dump(),
-                "cases": [case.config.model_dump() for case in receipt.cases],
-            },
+            config=config,
         )
     except wandb.Error as error:
         raise InputError(f"wandb {mode}: {error} (--wandb offline needs no network)") from None
     try:
-        cases = wandb.Table(columns=list(HEADERS), data=[row(case) for case in receipt.cases])
-        run.log(
-            {"gate": cases, **{k: v for case in receipt.cases for k, v in _scalars(case).items()}}
-        )
-        run.summary["exit_code"] = exit_code(receipt.cases)
-        # A file of the run, not an artifact: offline, an artifact is staged outside the run's folder.
-        file = Path(run.dir) / "receipt.json"
-        write_whole(file, as_json(receipt))
-        run.save(str(file), base_path=run.dir)
-        return Path(run.dir).parent
+        yield run
     finally:
         run.finish()
+
+
+def _kept(run: Any, name: str, content: str) -> Path:
+    """Keep a file in the run; returns the run's folder. No artifact: offline, one is staged outside the run's folder."""
+    file = Path(run.dir) / name
+    write_whole(file, content)
+    run.save(str(file), base_path=run.dir)
+    return Path(run.dir).parent
+
+
+def _of_row(row: AblationRow) -> dict[str, Any]:
+    """Numbers of one row under `arch/policy/prompt/seed/...`; a number that does not exist is left out."""
+    name = f"{row.arch}/{row.policy}/{row.length}/{row.seed}"
+    fields = ("rel_l2", "cosine", "norm_ratio", "to_claim", "tokens", "live_bytes", "seconds")
+    numbers = {field: getattr(row, field) for field in (*fields, "variance")}
+    return {f"{name}/{field}": value for field, value in numbers.items() if value is not None}
 
 
 def _scalars(case: CaseReceipt) -> dict[str, Any]:
