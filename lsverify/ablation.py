@@ -287,7 +287,7 @@ def _row(config: CaseConfig, policy: Policy, referee: Referee, paths: PathOf) ->
     run, again = recorded(path, *step), timed(path, *step)
     claim = claim_of(config, run.result, setting.objective)
     against_claim = referee.compared(claim, run.gradients)
-    rung = gradient(claim, run, again, referee, against_claim)
+    rung = gradient(claim, run, (again,), referee, against_claim)
     if run.error is not None:
         raised = f"the path raised {type(run.error).__name__}: {run.error}"
         return _empty(config, policy.spec, "error", raised), 0.0
