@@ -146,7 +146,10 @@ def _judged(
 ) -> TensorResult:
     e, a = promoted(expected), promoted(actual)
     whole = _result(name, None, e, a, limits.of(name), floor)
-    parts = [_result(name, part, e, a, limits.of(name, part.label), floor) for part in slices]
+    parts = [
+        _resolved(_result(name, part, e, a, limits.of(name, part.label), floor), limits)
+        for part in slices
+    ]
     covered = sum(part.elements for part in parts)
     if parts and covered != whole.elements:
         raise InputError(
@@ -155,6 +158,12 @@ def _judged(
         )
     verdict = "mismatch" if any(p.verdict == "mismatch" for p in parts) else whole.verdict
     return replace(whole, verdict=verdict, parts=tuple(parts))
+
+
+def _resolved(part: TensorResult, limits: Limits) -> TensorResult:
+    """A slice that the precision cannot resolve shows nothing by itself."""
+    lost = part.verdict in ("match", "mismatch") and part.key in limits.unresolved
+    return replace(part, verdict="below_floor", share_over=None) if lost else part
 
 
 def _result(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 from lsverify.cache import Slot
 from lsverify.compare import Comparison, Limits, compare, measured_limits
+from lsverify.decisions import ChoiceMode
 from lsverify.evidence import CaseConfig
+from lsverify.limits import RELATIVE_FLOOR
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
-from lsverify.paths import StepResult, full_autograd
+from lsverify.paths import StepResult, full_autograd, full_logits
 from lsverify.policies import Policy, parse_policy
 from lsverify.precision import weight_dtype
 from lsverify.problems import Problem
@@ -29,10 +32,14 @@ from lsverify.references import (
 from lsverify.setting import Setting
 from lsverify.sharing import check_shareable
 from lsverify.slices import Slice, fused_slices
+from lsverify.trace import Trace
 
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
 FACTOR = 8.0
 CAPS = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
+# What rounds in an activation reaches every parameter at the size of the whole gradient: a tensor with a smaller share of
+# it than this many eps (a sixteenth in bfloat16) is compared as if it had that share.
+SMALL_EPS = 8
 # LongStraw's own limit on relative L2. A comparison that cannot resolve it is called out.
 MEANINGFUL = 1e-2
 
@@ -144,9 +151,31 @@ class Referee:
         if key not in self._memo:
             own = claim.is_full(problem) and claim.objective == self.setting.objective
             ran = model is self.setting.model and own
-            self._memo[key] = (self._timed(), None) if ran else _computed(model, claim, problem)
+            with self._native_choices(side):
+                self._memo[key] = (self._timed(), None) if ran else _computed(model, claim, problem)
         found: Reference = self._memo[key][0]
         return found
+
+    @contextmanager
+    def _native_choices(self, side: str) -> Iterator[None]:
+        """In float64 a router chooses as in the case's precision: experts are compared as such, values under them."""
+        setting = self.setting
+        if side == "native" or setting.oracle is setting.model or not self._chooses:
+            yield
+            return
+        trace = self.full_run.trace
+        assert trace is not None
+        with Trace(setting.oracle, setting.problem, forced=trace.choices):
+            yield
+
+    @cached_property
+    def _chooses(self) -> bool:
+        """Whether the model makes discrete choices at all; one that makes none is not run once more to record none."""
+        seen: list[bool] = []
+        mode = ChoiceMode(lambda scores, chosen: seen.append(True))
+        with torch.no_grad(), mode:
+            full_logits(self.setting.model, self.setting.problem, 0)
+        return bool(seen)
 
     @staticmethod
     def _key(claim: Claim, problem: Problem, side: str) -> tuple[Any, ...]:
@@ -217,6 +246,7 @@ class Referee:
             cap=CAPS[floor],
             dtype=floor,
             slices=self.slices,
+            relative_floor=max(RELATIVE_FLOOR, SMALL_EPS * torch.finfo(floor).eps),
         )
 
     @cached_property
