@@ -29,6 +29,7 @@ from lsverify.references import (
 from lsverify.setting import Setting
 from lsverify.sharing import check_shareable
 from lsverify.slices import Slice, fused_slices
+from lsverify.spans import require_uncut
 
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
 FACTOR = 8.0
@@ -228,7 +229,9 @@ def computed(
 def _computed(
     model: nn.Module, claim: Claim, problem: Problem, captured: Captured | None = None
 ) -> tuple[Reference, Gradients | None]:
-    """With the sum of a stopped reference's two terms."""
+    """With the sum of a stopped reference's two terms. Raises `InputError` for a claim that cuts a span."""
+    for group in problem.groups if claim.policy else ():
+        require_uncut(claim.policy, len(group.prompt), group.spans)
     if claim.is_full(problem):
         return full_reference(model, problem, claim.objective), None
     carried = claim.carried(problem)

@@ -26,6 +26,7 @@ from lsverify.objective import Objective, Plan, Scores, prepare
 from lsverify.paths import full_autograd, full_logits
 from lsverify.problems import Problem
 from lsverify.prompt import keep_logits, unwrapped
+from lsverify.span_masks import span_arguments
 
 Gradients = dict[str, Tensor | None]
 # Parameters by name, and where the tokens that they evaluate end.
@@ -161,8 +162,9 @@ def _in_pieces(
         piece = slice(start, end)
         if end is None and carried is not None:
             cache = carried.of(cache, i)
-        if len(tokens[piece]):
+        if count := len(tokens[piece]):
             arguments = {
+                **span_arguments(model, problem.spans(i), count, start=start, cache=cache),
                 "input_ids": tokens[None, piece],
                 "position_ids": positions[None, piece],
                 "cache": cache,
@@ -191,7 +193,8 @@ def split_gradient(
         tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
         with _split_modules(model, constant, live, stop(len(problem.prompt(i)))):
             positions = torch.arange(len(tokens))[None]
-            output = model(input_ids=tokens[None], position_ids=positions, use_cache=False)
+            spans = span_arguments(model, problem.spans(i), len(tokens))
+            output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, **spans)
         kept: Tensor = output.logits[0, -length:]
         return kept
 
