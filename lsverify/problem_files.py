@@ -34,6 +34,9 @@ _DTYPES = {"prompt_tokens": "I64", "response_tokens": "I64", "mask": "BOOL"} | d
 _BYTES = {"I64": 8, "BOOL": 1, "F64": 8}
 
 
+_Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
 class _Layout(BaseModel):
     """problem.json. Lengths count tokens; response_lengths, rewards and truncated go by member, spans by prompt."""
 
@@ -48,7 +51,7 @@ class _Layout(BaseModel):
     truncated: list[bool]
     log_probs: list[Literal["old_logp", "ref_logp", "sampler_logp"]]
     content_hash: str
-    spans: list[list[tuple[int, int]]] | None = None
+    spans: list[list[_Pair]] | None = None
 
     def elements(self) -> dict[str, int]:
         """Elements of each tensor that the other file must hold."""
@@ -197,7 +200,7 @@ def _assemble(layout: _Layout, tensors: dict[str, Tensor]) -> Problem:
             Group(
                 prompt=prompt.clone(),
                 responses=tuple(_member(next(members), layout, parts) for _ in range(size)),
-                spans=tuple(own),
+                spans=tuple((start, end) for start, end in own),
             )
             for prompt, size, own in zip(prompts, layout.group_sizes, spans, strict=True)
         ),
