@@ -134,9 +134,9 @@ def longstraw(
     off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once.
     `branches` responses share a replay: every backward pass moves all gradients through memory, so short responses go
     faster together, each with a copy of the state. `states` keeps what `stale:n` reuses from step to step; without it
-    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model or cuts a span, a chunk or
-    branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the weights change under
-    the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
+    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model or cuts a span
+    of a prompt, a chunk or branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the
+    weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     if branches < 1:
         raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
@@ -214,7 +214,8 @@ def _branch_logits(
 ) -> list[Tensor]:
     """The logits [R_i, V] of each response, from one pass over branches that are padded on the right.
 
-    Without a mask: no token sees what comes after it, and the state after the padding is used by nobody.
+    Without a mask for the padding: no token sees what comes after it, but for a span of the live tail, and the state
+    after the padding is used by nobody.
     """
     boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
     spans = problem.spans(together[0])

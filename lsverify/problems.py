@@ -103,7 +103,7 @@ def draw(spec: ProblemSpec, vocab_size: int) -> Problem:
         raise InputError(f"vocab_size is {vocab_size}; at least 2 tokens are needed")
     generator = torch.Generator().manual_seed(spec.seed)
     prompts: set[tuple[int, ...]] = set()
-    groups = []
+    groups: list[Group] = []
     first = 0
     for prompt_length, size in zip(spec.prompt_lengths, spec.sizes(), strict=True):
         prompt = _distinct_tokens(prompt_length, vocab_size, prompts, generator)

@@ -230,8 +230,9 @@ def _computed(
     model: nn.Module, claim: Claim, problem: Problem, captured: Captured | None = None
 ) -> tuple[Reference, Gradients | None]:
     """With the sum of a stopped reference's two terms. Raises `InputError` for a claim that cuts a span."""
-    for group in problem.groups if claim.policy else ():
-        require_uncut(claim.policy, len(group.prompt), group.spans)
+    if claim.policy is not None:
+        for group in problem.groups:
+            require_uncut(claim.policy, len(group.prompt), group.spans)
     if claim.is_full(problem):
         return full_reference(model, problem, claim.objective), None
     carried = claim.carried(problem)

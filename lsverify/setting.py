@@ -183,9 +183,9 @@ def _text_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Probl
         for step in range(2)
     )
     prompt = first.groups[0].prompt
-    shared = {"prompt": prompt, "spans": drawn_spans(config.spans, len(prompt), config.seed)}
-    other = replace(second.groups[0], **shared)
+    spans = drawn_spans(config.spans, len(prompt), config.seed)
+    one, other = (replace(p.groups[0], prompt=prompt, spans=spans) for p in (first, second))
     return (
-        replace(first, groups=(replace(first.groups[0], **shared), *first.groups[1:])),
+        replace(first, groups=(one, *first.groups[1:])),
         replace(second, groups=(other, *second.groups[1:])),
     )

@@ -136,7 +136,7 @@ def test_a_model_that_does_not_see_by_its_mask_is_noticed(monkeypatch):
 # Exactness
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 6, 7, 8, 13, 64])
+@pytest.mark.parametrize("chunk", [1, 3, 5, 6, 7, 13, 64])
 @pytest.mark.parametrize("arch", ["llama", "gemma3"])
 def test_exact_is_full_autograd_at_every_chunk(arch, chunk):
     found = gradients(longstraw, model_of(arch), step(arch), chunk=chunk, branches=1 + chunk % 2)
@@ -245,17 +245,19 @@ def test_planted_faults_are_refused_by_their_rung(fault):
     assert not [*fault.missed(judge(fault.config("llama", **QUICK)))]
 
 
-@pytest.mark.parametrize("kind", ["image", "prefix"])
+@pytest.mark.parametrize(("arch", "kind"), [("gemma3", "image"), ("llama", "prefix")])
 @pytest.mark.parametrize("policy", ["exact", "detach"])
-def test_the_gate_proves_every_rung(kind, policy):
-    receipt = judged("gemma3", policy=policy, spans=kind, chunk=4)
+def test_the_gate_proves_every_rung(arch, kind, policy):
+    receipt = judged(arch, policy=policy, spans=kind, chunk=4)
     assert set(statuses(receipt).values()) == {"proven"}
     assert receipt.gradient.rel_l2 < 1e-12
 
 
 @pytest.mark.parametrize("name", ["full_padded_left", "full_padded_right", "dense"])
 def test_a_candidates_padded_rows_are_placed_under_a_mask_of_queries_and_keys(name):
-    case = FAULTS["span_read_in_order"].config("gemma3", **QUICK)
+    case = FAULTS["span_read_in_order"].config(
+        "gemma3", **QUICK
+    )  # as judged above, but for the path
     given = {"candidate": f"lsverify.faults.honest:{name}", "require": "gradient"}
     assert judge(case.model_copy(update=given)).reached
 
