@@ -47,13 +47,19 @@ def _state(referee: Referee, policy: Policy | None, chunk: int) -> dict[str, int
     names = ("state_bytes", "checkpoint_bytes", "cotangent_bytes")
     if policy is None:
         return dict.fromkeys(names)
-    prompt = max((group.prompt for group in referee.setting.problem.groups), key=len)
+    longest = max(referee.setting.problem.groups, key=lambda group: len(group.prompt))
+    prompt, spans = longest.prompt, longest.spans
     boundary, stop = policy.boundary(len(prompt)), policy.stop(len(prompt))
     state = capture(
-        referee.setting.model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary
+        referee.setting.model,
+        prompt,
+        boundary=boundary,
+        chunk=chunk,
+        keep_from=boundary,
+        spans=spans,
     )
     rows: list[InventoryRow] = state.inventory()
-    swept = len(pieces(stop, boundary, chunk))
+    swept = len(pieces(stop, boundary, chunk, spans))
     sizes = (
         state_bytes(rows),
         checkpoint_bytes(rows, swept),

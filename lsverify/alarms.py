@@ -25,6 +25,7 @@ from lsverify.prompt import capture
 
 DTYPES = ("float32", "bfloat16-autocast", "bfloat16")
 POLICIES = ("exact", "detach")
+LOST = "exact without one layer's state"
 
 
 class Alarm(BaseModel):
@@ -119,12 +120,24 @@ def _case(
 
 
 def alarm(case: CaseConfig) -> Alarm:
-    """Judge one case of either kind."""
-    receipt = judge(case)
+    """Judge one case of either kind; an error of ours counts as a refusal."""
+    try:
+        receipt = judge(case)
+    except Exception as error:
+        return Alarm(
+            arch=case.arch,
+            dtype=case.dtype,
+            policy=case.policy or LOST,
+            seed=case.seed,
+            honest=case.candidate is None,
+            reached=False,
+            statuses=("error",),
+            detail=f"{type(error).__name__}: {error}",
+        )
     return Alarm(
         arch=case.arch,
         dtype=case.dtype,
-        policy=case.policy or "exact without one layer's state",
+        policy=case.policy or LOST,
         seed=case.seed,
         honest=case.candidate is None,
         reached=receipt.reached,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -17,12 +17,14 @@ from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig
 from lsverify.objective_options import read_objective
 from lsverify.policies import parse_policy
+from lsverify.spans import SHORTEST, SpanKind
 
 DEFAULT_ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa")
 ALL = "all"
 DEFAULT_POLICIES = ("exact", "detach")
 DTYPES = ("float64", "float32", "bfloat16", "bfloat16-autocast")
 REFERENCES = ("declared", "full")
+SPANS = get_args(SpanKind)
 SMOLLM2 = "smollm2-135m"
 # A pretrained model takes seconds for a step: two steps under two optimizers, each also in float64, are asked for by name.
 REQUIRED_OF_TEXT = "gradient"
@@ -51,6 +53,7 @@ class Options:
     lora: bool = False
     quantised: bool = False
     tied: bool = False
+    spans: str = "none"
     quick: bool = False
 
     def cases(self) -> list[CaseConfig]:
@@ -67,6 +70,7 @@ class Options:
     def _cases(self) -> Iterator[CaseConfig]:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("reference", self.reference, REFERENCES)
+        _one_of("spans", self.spans, SPANS)
         _one_of("require", self.require or RUNGS[-1], RUNGS)
         read_objective(self.objective)
         if self.quantised and not self.lora:
@@ -106,6 +110,7 @@ class Options:
             "lora": self.lora,
             "quantised": self.quantised,
             "tied": self.tied,
+            "spans": self.spans,
             "require": self.require or (REQUIRED_OF_TEXT if arch == SMOLLM2 else RUNGS[-1]),
         }
         try:
@@ -114,6 +119,10 @@ class Options:
             first = error.errors()[0]
             name = ".".join(map(str, first["loc"])).replace("_", " ")
             raise InputError(f"{name} {first['input']!r} is not allowed: {first['msg']}") from None
+        if case.spans != "none" and case.prompt_length < SHORTEST:
+            raise InputError(
+                f"prompt length {case.prompt_length} has no room for spans: use {SHORTEST} or more"
+            )
         asked_for, members = _lengths(self.response_length) or (), sum(group_sizes(case))
         if len(asked_for) > members:
             raise InputError(

@@ -110,6 +110,12 @@ def gate(
     tied: Annotated[
         bool, typer.Option("--tied", help="Tie the head of a small model to its embedding.")
     ] = False,
+    spans: Annotated[
+        str,
+        typer.Option(
+            help="Prompt tokens that see each other both ways: none, image (two stretches), prefix (all but the last)."
+        ),
+    ] = "none",
     out: Annotated[
         Path | None, typer.Option(help="Folder for receipt.json; without it none is kept.")
     ] = None,
@@ -142,6 +148,7 @@ def gate(
         lora=lora,
         quantised=quantised,
         tied=tied,
+        spans=spans,
         quick=quick,
     )
     command = tuple(context.obj)

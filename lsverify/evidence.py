@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from lsverify.errors import InputError
+from lsverify.spans import SpanKind
 from lsverify.whole_files import write_whole
 
 SCHEMA_VERSION = 1
@@ -109,7 +110,8 @@ class Parameter(_Record):
 class CaseConfig(_Record):
     """Everything that makes a case; a receipt can be run again from this alone.
 
-    `response_lengths` are cycled over the responses of all groups; lengths are in tokens.
+    `response_lengths` are cycled over the responses of all groups; lengths are in tokens. `spans` are prompt tokens that
+    see each other both ways (see `lsverify.spans`).
     """
 
     arch: str
@@ -128,6 +130,7 @@ class CaseConfig(_Record):
     lora: bool = False
     quantised: bool = False
     tied: bool = False
+    spans: SpanKind = "none"
     training: bool = True
     require: RungName = RUNGS[-1]
 

@@ -16,6 +16,7 @@ import torch
 from lsverify.errors import InputError
 from lsverify.policies import Policy
 from lsverify.problems import Problem
+from lsverify.spans import Spans, whole_pieces
 from lsverify.watch import Forward
 
 PathName = Literal["full_batched", "full_serial", "longstraw"]
@@ -28,26 +29,32 @@ REWRITTEN = ("sliding", "conv", "recurrent")
 
 @dataclass(frozen=True)
 class Shared:
-    """One distinct prompt of `prompt` tokens, the lengths of the responses that share it, and whether it is swept."""
+    """One distinct prompt of `prompt` tokens, the lengths of the responses that share it, and whether it is swept.
+
+    No chunk cuts one of its `spans`.
+    """
 
     prompt: int
     responses: tuple[int, ...]
     swept: bool = True
+    spans: Spans = ()
 
 
 def shared(problem: Problem, policy: Policy | None = None) -> tuple[Shared, ...]:
     """The distinct prompts of a problem, groups with equal prompts taken together; swept as the policy's coins fell."""
     lengths: dict[str, int] = {}
     responses: dict[str, list[int]] = {}
+    spans: dict[str, Spans] = {}
     for i, group in enumerate(problem.group_of):
         key = problem.prompt_hash(group)
-        lengths[key] = problem.prompt_lengths[group]
+        lengths[key], spans[key] = problem.prompt_lengths[group], problem.groups[group].spans
         responses.setdefault(key, []).append(problem.response_lengths[i])
     return tuple(
         Shared(
             lengths[key],
             tuple(found),
             swept=policy is None or policy.scale(key, problem.seed or 0) > 0,
+            spans=spans[key],
         )
         for key, found in responses.items()
     )
@@ -65,7 +72,7 @@ class Pass:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention, per layer, all rows."""
+        """Query-key pairs of causal attention, per layer, all rows; what a span adds is not counted."""
         return self.rows * (self.tokens * self.start + self.tokens * (self.tokens + 1) // 2)
 
 
@@ -103,7 +110,8 @@ def expected_schedule(
     as many rows as there are responses, padded to the longest prompt and the longest response. LongStraw captures
     B = P - k tokens once per distinct prompt, replays k + R - 1 per response and sweeps over the last m captured ones.
 
-    chunk: tokens per capture and sweep pass; None runs each prefix in one. branches: responses per replay, padded to
+    chunk: tokens per capture and sweep pass, fewer in front of a span that would be cut and more for a span that is
+    longer; None runs each prefix in one. branches: responses per replay, padded to
     the longest of them. scored: scoring rounds without graph
     before the step (1 for a reference policy), each with a capture of its own.
     Raises InputError for an unknown path, or a LongStraw path without a policy.
@@ -148,21 +156,22 @@ def _longstraw(
     for shape in prompts:
         boundary = policy.boundary(shape.prompt)
         stop = policy.stop(shape.prompt) if shape.swept else boundary
-        yield from _captured(boundary, chunk, stop)
+        yield from _captured(shape, boundary, chunk, stop)
         yield from _branches(shape, boundary, "replay", grad=True, together=branches)
-        for start, end in reversed(pieces(stop, boundary, chunk)):
+        for start, end in reversed(pieces(stop, boundary, chunk, shape.spans)):
             yield Pass(phase="sweep", start=start, tokens=end - start, grad=True)
 
 
 def _score(prompts: Sequence[Shared], policy: Policy, chunk: int | None) -> Iterator[Pass]:
     for shape in prompts:
         boundary = policy.boundary(shape.prompt)
-        yield from _captured(boundary, chunk, boundary)
+        yield from _captured(shape, boundary, chunk, boundary)
         yield from _branches(shape, boundary, "score", grad=False)
 
 
-def _captured(boundary: int, chunk: int | None, cut: int) -> Iterator[Pass]:
-    for start, end in (*pieces(0, cut, chunk), *pieces(cut, boundary, chunk)):
+def _captured(shape: Shared, boundary: int, chunk: int | None, cut: int) -> Iterator[Pass]:
+    before, after = pieces(0, cut, chunk, shape.spans), pieces(cut, boundary, chunk, shape.spans)
+    for start, end in (*before, *after):
         yield Pass(phase="capture", start=start, tokens=end - start, grad=False)
 
 
@@ -175,10 +184,9 @@ def _branches(
         yield Pass(phase=phase, start=boundary, tokens=tokens, grad=grad, rows=len(lengths))
 
 
-def pieces(start: int, end: int, chunk: int | None) -> list[tuple[int, int]]:
-    """Consecutive [a, b) that cover [start, end), each `chunk` long but for the last."""
-    step = chunk or max(end - start, 1)
-    return [(at, min(at + step, end)) for at in range(start, end, step)]
+def pieces(start: int, end: int, chunk: int | None, spans: Spans = ()) -> list[tuple[int, int]]:
+    """Consecutive [a, b) that cover [start, end), each `chunk` long but for the last and where a span would be cut."""
+    return whole_pieces(start, end, chunk or max(end - start, 1), spans)
 
 
 def phase_of(forward: Forward, problem: Problem) -> PhaseName:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lsverify.errors import InputError
 from lsverify.problem_types import Problem
 from lsverify.rollouts import from_rollouts
+from lsverify.spans import Spans
 
 PromptSide = Literal["left", "right"]
 
@@ -39,6 +40,8 @@ class PaddedBatch:
     response_mask   [N, C] bool, what the objective counts; column j is response token j, False
                     beyond R.
     group_of        [N] int64, row -> group.
+    spans           per row, those of its prompt, counted from the row's first token; empty when no
+                    row has any.
     """
 
     input_ids: Tensor
@@ -49,6 +52,7 @@ class PaddedBatch:
     group_of: Tensor
     prompt_side: PromptSide
     pad_token_id: int
+    spans: tuple[Spans, ...] = ()
 
     def __post_init__(self) -> None:
         if self.prompt_side not in ("left", "right"):
@@ -69,6 +73,10 @@ class PaddedBatch:
                 raise InputError(
                     f"{name} is {tensor.dtype} {tuple(tensor.shape)}; it must be {dtype} {shape}"
                 )
+        if self.spans and len(self.spans) != rows:
+            raise InputError(
+                f"spans has {len(self.spans)} entries for {rows} rows; give one per row"
+            )
         for row in range(rows):
             self._check_row(row)
 
@@ -142,6 +150,7 @@ def pad(problem: Problem, prompt_side: PromptSide = "left", pad_token_id: int = 
         attention_mask[row, span] = 1
         position_ids[row, span] = torch.arange(len(tokens))
         response_mask[row, : responses[row]] = problem.responses[row].mask
+    spans = tuple(problem.spans(row) for row in range(len(problem)))
     return PaddedBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -151,6 +160,7 @@ def pad(problem: Problem, prompt_side: PromptSide = "left", pad_token_id: int = 
         group_of=torch.tensor(problem.group_of),
         prompt_side=prompt_side,
         pad_token_id=pad_token_id,
+        spans=spans if any(spans) else (),
     )
 
 
@@ -199,5 +209,6 @@ def from_padded(
         ref_logp=unpad(ref_logp),
         sampler_logp=unpad(sampler_logp),
         truncated=truncated,
+        spans=batch.spans or None,
         seed=seed,
     )

@@ -28,6 +28,8 @@ from lsverify.objective import Objective, Plan, Scores, monolithic, prepare, tok
 from lsverify.policies import Policy, parse_policy, require_chosen
 from lsverify.problems import Problem
 from lsverify.prompt import Chunk, PromptState, capture, continue_from, keep_logits, unwrapped
+from lsverify.span_masks import padded_arguments, span_arguments
+from lsverify.spans import require_uncut
 from lsverify.stale import StaleStates
 from lsverify.tags import tags_of
 
@@ -132,9 +134,9 @@ def longstraw(
     off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once.
     `branches` responses share a replay: every backward pass moves all gradients through memory, so short responses go
     faster together, each with a copy of the state. `states` keeps what `stale:n` reuses from step to step; without it
-    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model, a chunk or
-    branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the weights change under
-    the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
+    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model or cuts a span
+    of a prompt, a chunk or branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the
+    weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
     """
     if branches < 1:
         raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
@@ -150,9 +152,13 @@ def longstraw(
         kept.begin(model)
     for prompt, members in shared_prompts(problem):
         boundary, scale = policy.boundary(len(prompt)), _scale(policy, problem, members[0])
+        spans = problem.spans(members[0])
+        require_uncut(policy, len(prompt), spans)
         stop = policy.stop(len(prompt)) if scale else boundary
-        capturing = partial(capture, model, prompt, boundary=boundary, chunk=chunk, keep_from=stop)
-        state = kept.of(prompt, boundary, capturing) if kept else capturing()
+        capturing = partial(
+            capture, model, prompt, boundary=boundary, chunk=chunk, keep_from=stop, spans=spans
+        )
+        state = kept.of(prompt, boundary, capturing, spans) if kept else capturing()
         require_chosen(policy, state)
         leaves = state.leaves(policy.carries) if boundary > stop else {}
         for together in batched(members, branches):
@@ -160,9 +166,9 @@ def longstraw(
             total += loss
             log_probs |= replayed
         if kept:
-            kept.check(state, tags_of(model, prompt, boundary))
+            kept.check(state, tags_of(model, prompt, boundary, spans))
         else:
-            state.check(model, prompt, boundary)
+            state.check(model, prompt, boundary, spans)
         cotangents = {
             path: leaf.grad if scale == 1.0 else scale * leaf.grad
             for path, leaf in leaves.items()
@@ -208,16 +214,18 @@ def _branch_logits(
 ) -> list[Tensor]:
     """The logits [R_i, V] of each response, from one pass over branches that are padded on the right.
 
-    Without a mask: no token sees what comes after it, and the state after the padding is used by nobody.
+    Without a mask for the padding: no token sees what comes after it, but for a span of the live tail, and the state
+    after the padding is used by nobody.
     """
     boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
+    spans = problem.spans(together[0])
     branches = [problem.tokens(i)[boundary:-1] for i in together]
     if len(branches) == 1:
         cache = state.branch(leaves)
-        return [continue_from(model, branches[0], cache, boundary, keep=lengths[0])[0]]
+        return [continue_from(model, branches[0], cache, boundary, lengths[0], spans)[0]]
     tokens = pad_sequence(branches, batch_first=True)
     cache = state.branches(leaves, len(branches))
-    logits, _ = continue_from(model, tokens, cache, boundary, keep=max(lengths))
+    logits, _ = continue_from(model, tokens, cache, boundary, max(lengths), spans)
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
@@ -248,7 +256,7 @@ def _recompute(
 ) -> dict[str, Tensor]:
     """Run a chunk once more, under autograd, and hold it to what was captured."""
     with DecisionDigest() as decisions:
-        _, after = continue_from(model, chunk.tokens, before, chunk.start, keep=1)
+        _, after = continue_from(model, chunk.tokens, before, chunk.start, 1, chunk.spans)
     where = f"prompt tokens {chunk.start} to {chunk.start + len(chunk.tokens) - 1}"
     if decisions.hexdigest() != chunk.decisions:
         raise SweepMismatch(
@@ -276,6 +284,7 @@ def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
         input_ids=tokens[None],
         position_ids=positions[None],
         use_cache=False,
+        **span_arguments(model, problem.spans(i), len(tokens), device=tokens.device),
         **keep_logits(model, length),
     )
     logits: Tensor = output.logits[0, -length:]
@@ -293,9 +302,9 @@ def _batched_logits(
     keep = max(lengths) if padding == "left" else 0
     output = model(
         input_ids=batch.input_ids[:, :-1],
-        attention_mask=batch.attention_mask[:, :-1],
         position_ids=batch.position_ids[:, :-1],
         use_cache=False,
+        **padded_arguments(model, batch.attention_mask[:, :-1], batch.spans),
         **(keep_logits(model, keep) if keep else {}),
     )
     logits: Tensor = output.logits
@@ -333,7 +342,11 @@ def score(
     scored: dict[int, Tensor] = {}
     for prompt, members in shared_prompts(problem):
         boundary = policy.boundary(len(prompt))
-        state = capture(model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary)
+        spans = problem.spans(members[0])
+        require_uncut(policy, len(prompt), spans)
+        state = capture(
+            model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary, spans=spans
+        )
         for i in members:
             (logits,) = _branch_logits(model, problem, [i], state, {})
             scored[i] = token_logp(logits, problem.responses[i].tokens, temperature)

@@ -22,7 +22,8 @@ from lsverify.errors import InputError
 from lsverify.problem_types import LOGP_NAMES, Group, Problem, Response
 from lsverify.whole_files import write_whole
 
-SCHEMA_VERSION = 1
+# 2 has spans of prompts; what has none is written as 1, which every version reads.
+SCHEMA_VERSIONS = (1, 2)
 TENSORS, LAYOUT = "problem.safetensors", "problem.json"
 # Far above any real problem's; keeps a hostile file from being parsed for minutes.
 LARGEST_JSON = 64 * 2**20
@@ -33,12 +34,15 @@ _DTYPES = {"prompt_tokens": "I64", "response_tokens": "I64", "mask": "BOOL"} | d
 _BYTES = {"I64": 8, "BOOL": 1, "F64": 8}
 
 
+_Pair = Annotated[list[int], Field(min_length=2, max_length=2)]
+
+
 class _Layout(BaseModel):
-    """problem.json. Lengths count tokens; response_lengths, rewards and truncated go by member."""
+    """problem.json. Lengths count tokens; response_lengths, rewards and truncated go by member, spans by prompt."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     seed: int | None
     prompt_lengths: Annotated[list[PositiveInt], Field(min_length=1)]
     group_sizes: list[PositiveInt]
@@ -47,6 +51,7 @@ class _Layout(BaseModel):
     truncated: list[bool]
     log_probs: list[Literal["old_logp", "ref_logp", "sampler_logp"]]
     content_hash: str
+    spans: list[list[_Pair]] | None = None
 
     def elements(self) -> dict[str, int]:
         """Elements of each tensor that the other file must hold."""
@@ -65,9 +70,10 @@ def save(problem: Problem, directory: str | Path) -> Path:
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.contiguous().cpu() for name, value in problem.flat().items()}
+    described = problem.layout()
     layout = {
-        "schema_version": SCHEMA_VERSION,
-        **problem.layout(),
+        "schema_version": 2 if "spans" in described else 1,
+        **described,
         "log_probs": [name for name in LOGP_NAMES if name in tensors],
         "content_hash": problem.content_hash(),
     }
@@ -116,16 +122,22 @@ def _read_layout(path: Path) -> _Layout:
     except (ValueError, RecursionError) as error:
         _refuse(path, f"not JSON: {error}")
     version = content.get("schema_version") if isinstance(content, dict) else None
-    if version != SCHEMA_VERSION or isinstance(version, bool):
-        _refuse(path, f"schema_version is {version!r}; this version reads {SCHEMA_VERSION}")
+    if isinstance(version, bool) or version not in SCHEMA_VERSIONS:
+        read = " and ".join(map(str, SCHEMA_VERSIONS))
+        _refuse(path, f"schema_version is {version!r}; this version reads {read}")
     try:
         layout = _Layout.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         _refuse(path, f"{name}: {first['msg']}; got {first['input']!r:.80}")
+    if (layout.spans is not None) != (version == 2):
+        _refuse(
+            path, f"spans are for schema_version 2, which must have them; this file says {version}"
+        )
     members = sum(layout.group_sizes)
     for name, expected in (
+        *([("spans", len(layout.prompt_lengths))] if layout.spans is not None else []),
         ("group_sizes", len(layout.prompt_lengths)),
         ("response_lengths", members),
         ("rewards", members),
@@ -181,14 +193,16 @@ def _assemble(layout: _Layout, tensors: dict[str, Tensor]) -> Problem:
         if name != "prompt_tokens"
     }
     members = iter(range(len(layout.response_lengths)))
+    spans = layout.spans or [[] for _ in prompts]
     return Problem(
         seed=layout.seed,
         groups=tuple(
             Group(
                 prompt=prompt.clone(),
                 responses=tuple(_member(next(members), layout, parts) for _ in range(size)),
+                spans=tuple((start, end) for start, end in own),
             )
-            for prompt, size in zip(prompts, layout.group_sizes, strict=True)
+            for prompt, size, own in zip(prompts, layout.group_sizes, spans, strict=True)
         ),
     )
 

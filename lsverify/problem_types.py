@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lsverify.errors import InputError
+from lsverify.spans import Spans, check_spans
 
 if TYPE_CHECKING:
     from lsverify.padding import PaddedBatch
@@ -116,13 +117,18 @@ LOGP_NAMES: tuple[Literal["old_logp", "ref_logp", "sampler_logp"], ...] = (
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
     """One prompt and the responses sampled for it: prompt [P] int64, P >= 1; one response or
-    more."""
+    more.
+
+    spans  (start, end) of prompt tokens that see each other both ways; see `lsverify.spans`.
+    """
 
     prompt: Tensor
     responses: tuple[Response, ...]
+    spans: Spans = ()
 
     def __post_init__(self) -> None:
         _check_tokens("prompt", self.prompt)
+        check_spans(self.spans, self.prompt.numel())
         if not isinstance(self.responses, tuple) or not self.responses:
             raise InputError("a group needs a tuple of at least one response")
         for response in self.responses:
@@ -193,18 +199,24 @@ class Problem:
         """[P] the prompt of a member's group."""
         return self.groups[self.group_of[member]].prompt
 
+    def spans(self, member: int) -> Spans:
+        """The spans of a member's prompt."""
+        return self.groups[self.group_of[member]].spans
+
     def tokens(self, member: int) -> Tensor:
         """[P + R] prompt and response of a member."""
         return torch.cat([self.prompt(member), self.responses[member].tokens])
 
     def prompt_hash(self, group: int) -> str:
-        """sha256 (hex) of a group's prompt tokens: equal for groups whose prompts have equal
-        content."""
-        return hashlib.sha256(_bytes(self.groups[group].prompt)).hexdigest()
+        """sha256 (hex) of a group's prompt tokens and spans: equal for groups whose prompts have
+        equal content."""
+        spans = self.groups[group].spans
+        marked = json.dumps(spans).encode() if spans else b""
+        return hashlib.sha256(_bytes(self.groups[group].prompt) + marked).hexdigest()
 
     def content_hash(self) -> str:
-        """sha256 (hex) over everything in the problem: lengths, tokens, masks, rewards, log-probs,
-        flags, seed.
+        """sha256 (hex) over everything in the problem: lengths, tokens, spans, masks, rewards,
+        log-probs, flags, seed.
 
         Bit for bit, so the values at masked slots count too.
         """
@@ -216,8 +228,9 @@ class Problem:
         return digest.hexdigest()
 
     def layout(self) -> dict[str, object]:
-        """Everything that is not a tensor, ready for JSON."""
-        return {
+        """Everything that is not a tensor, ready for JSON; spans only where there are any."""
+        spans = [[list(span) for span in group.spans] for group in self.groups]
+        return ({"spans": spans} if any(spans) else {}) | {
             "seed": self.seed,
             "prompt_lengths": list(self.prompt_lengths),
             "group_sizes": list(self.group_sizes),

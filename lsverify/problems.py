@@ -18,6 +18,7 @@ from torch import Generator, Tensor
 from lsverify.errors import InputError
 from lsverify.problem_types import Group, Problem, Response
 from lsverify.ratio_zones import zone_order
+from lsverify.spans import SpanKind, drawn_spans
 
 if TYPE_CHECKING:
     from lsverify.objective import Objective
@@ -57,6 +58,8 @@ class ProblemSpec(BaseModel):
     limit."""
     reference: bool = True
     """Whether there are reference log-probs."""
+    spans: SpanKind = "none"
+    """Whether prompt tokens see each other both ways: those of images, or all but the last."""
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -100,7 +103,7 @@ def draw(spec: ProblemSpec, vocab_size: int) -> Problem:
         raise InputError(f"vocab_size is {vocab_size}; at least 2 tokens are needed")
     generator = torch.Generator().manual_seed(spec.seed)
     prompts: set[tuple[int, ...]] = set()
-    groups = []
+    groups: list[Group] = []
     first = 0
     for prompt_length, size in zip(spec.prompt_lengths, spec.sizes(), strict=True):
         prompt = _distinct_tokens(prompt_length, vocab_size, prompts, generator)
@@ -127,7 +130,9 @@ def draw(spec: ProblemSpec, vocab_size: int) -> Problem:
                     ref_logp=zeros if spec.reference else None,
                 )
             )
-        groups.append(Group(prompt=prompt, responses=tuple(responses)))
+        # From a generator of its own: a problem with spans has the tokens of the one without.
+        spans = drawn_spans(spec.spans, prompt_length, spec.seed * 1_000_003 + len(groups))
+        groups.append(Group(prompt=prompt, responses=tuple(responses), spans=spans))
         first += size
     problem = Problem(groups=tuple(groups), seed=spec.seed)
     changes: list[dict[str, Any]] = [{} for _ in problem.responses]

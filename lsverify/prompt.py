@@ -8,7 +8,7 @@ as far back as a sweep will go. `PromptState.branch` hands a response its own le
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -33,17 +33,20 @@ from lsverify.continuation import mended
 from lsverify.continuation.carriers import require_state, state_arguments
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError, StalePromptState
+from lsverify.span_masks import span_arguments
+from lsverify.spans import Spans, whole_pieces, within
 from lsverify.tags import Tags, tags_of
 
 
 def continue_from(
-    model: nn.Module, tokens: Tensor, cache: Cache, start: int, keep: int
+    model: nn.Module, tokens: Tensor, cache: Cache, start: int, keep: int, spans: Spans = ()
 ) -> tuple[Tensor, Cache]:
     """Continue a sequence from a state: the one primitive that capture, replay and sweep share.
 
     tokens [T] int64 are the next tokens, the first of them at position `start`; or [n, T], rows that go on from n
     rows of state. Returns the logits of the last `keep` columns, [keep, V] or [n, keep, V], and the cache, which now
-    holds the state after all T tokens.
+    holds the state after all T tokens. Tokens of a prompt's `spans` see each other both ways; raises `InputError` where
+    these tokens cut one.
     """
     rows = tokens if tokens.dim() == 2 else tokens[None]
     positions = torch.arange(start, start + rows.shape[1], device=tokens.device)
@@ -51,6 +54,9 @@ def continue_from(
         output = model(
             input_ids=rows,
             position_ids=positions.expand_as(rows),
+            **span_arguments(
+                model, spans, rows.shape[1], start=start, cache=cache, device=tokens.device
+            ),
             **state_arguments(unwrapped(model), cache, rows.shape[1]),
             **keep_logits(model, keep),
         )
@@ -78,6 +84,7 @@ class Chunk:
     tokens: Tensor
     shell: Cache
     decisions: str
+    spans: Spans = ()
 
     def incoming(self, outgoing: dict[str, Tensor]) -> Cache:
         """The state before this chunk, cut from the state after it where it merely grew."""
@@ -125,9 +132,9 @@ class PromptState:
         """Leaf copies of the differentiable state that is `chosen(layer, kind)` (see `leaves_of`)."""
         return leaves_of(self.cache, chosen)
 
-    def check(self, model: nn.Module, prompt: Tensor, boundary: int) -> None:
+    def check(self, model: nn.Module, prompt: Tensor, boundary: int, spans: Spans = ()) -> None:
         """Raise `StalePromptState`, naming what changed, unless this state belongs to just this use."""
-        self.check_tags(tags_of(model, prompt, boundary))
+        self.check_tags(tags_of(model, prompt, boundary, spans))
 
     def check_tags(self, tags: Tags) -> None:
         """The same for tags that are known already."""
@@ -157,22 +164,33 @@ class PromptState:
 
 @torch.no_grad()
 def capture(
-    model: nn.Module, prompt: Tensor, *, boundary: int, chunk: int, keep_from: int
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    boundary: int,
+    chunk: int,
+    keep_from: int,
+    spans: Spans = (),
 ) -> PromptState:
-    """Evaluate prompt[:boundary] without autograd, `chunk` tokens at a time.
+    """Evaluate prompt[:boundary] without autograd, `chunk` tokens at a time; no chunk cuts one of the prompt's `spans`.
 
     prompt [P] int64. Incoming states are kept for the chunks that begin at `keep_from` or later, and one chunk begins
-    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1 and for a model that keeps
-    state out of its cache.
+    exactly there (`keep_from = boundary` keeps none). Raises `InputError` for a chunk below 1, for a boundary or
+    keep_from inside a span, for spans that the model cannot see, and for a model that keeps state out of its cache.
     """
     if chunk < 1:
         raise InputError(f"chunk {chunk} is not allowed: use 1 or more tokens")
     cache = new_cache(unwrapped(model).config)
     chunks: list[Chunk] = []
-    for start, end in _pieces(boundary, chunk, keep_from):
+    within(spans, keep_from, boundary)
+    pieces = (
+        *whole_pieces(0, keep_from, chunk, spans),
+        *whole_pieces(keep_from, boundary, chunk, spans),
+    )
+    for start, end in pieces:
         before = map_state(cache, lambda _, tensor: tensor)
         with DecisionDigest() as decisions:
-            _, cache = continue_from(model, prompt[start:end], cache, start, keep=1)
+            _, cache = continue_from(model, prompt[start:end], cache, start, keep=1, spans=spans)
         if start == 0:
             require_state(unwrapped(model), cache)
         cache = compact(cache)
@@ -183,21 +201,14 @@ def capture(
                     tokens=prompt[start:end],
                     shell=_lean(before, by_path(cache)),
                     decisions=decisions.hexdigest(),
+                    spans=within(spans, start, end),
                 )
             )
-    return PromptState(tags=tags_of(model, prompt, boundary), cache=cache, chunks=tuple(chunks))
+    return PromptState(
+        tags=tags_of(model, prompt, boundary, spans), cache=cache, chunks=tuple(chunks)
+    )
 
 
 def _lean(before: Cache, after: Mapping[str, Tensor]) -> Cache:
     """A chunk's incoming state without what can be cut from its outgoing one: keys and values are kept once."""
     return map_state(before, lambda slot, kept: prefix_or_tensor(kept, after.get(slot.path)))
-
-
-def _pieces(boundary: int, chunk: int, cut: int) -> Iterator[tuple[int, int]]:
-    """Consecutive [start, end) that cover [0, boundary), at most `chunk` long, one of them starting at `cut`."""
-    start = 0
-    while start < boundary:
-        end = min(start + chunk, boundary)
-        end = cut if start < cut < end else end
-        yield start, end
-        start = end

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--lsv-lora", action="store_true", help="train adapters only")
     group.addoption("--lsv-quantised", action="store_true", help="over a base rounded to NF4")
     group.addoption("--lsv-tied", action="store_true", help="tie head and embedding")
+    group.addoption("--lsv-spans", default="none", help="none, image or prefix")
     group.addoption(
         "--lsv-quick", action="store_true", help="the smallest problem that shows anything"
     )
@@ -70,6 +71,7 @@ def options_of(config: pytest.Config) -> Options:
         lora=get("--lsv-lora"),
         quantised=get("--lsv-quantised"),
         tied=get("--lsv-tied"),
+        spans=get("--lsv-spans"),
         quick=get("--lsv-quick"),
     )
 
@@ -90,6 +92,7 @@ def as_arguments(options: Options) -> list[str]:
         "seed",
         "chunk",
         "branches",
+        "spans",
     ):
         value = getattr(options, name)
         if value is not None:

@@ -32,6 +32,7 @@ from lsverify.references import (
 from lsverify.setting import Setting
 from lsverify.sharing import check_shareable
 from lsverify.slices import Slice, fused_slices
+from lsverify.spans import require_uncut
 from lsverify.trace import Trace
 
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
@@ -268,7 +269,10 @@ def computed(
 def _computed(
     model: nn.Module, claim: Claim, problem: Problem, captured: Captured | None = None
 ) -> tuple[Reference, Gradients | None]:
-    """With the sum of a stopped reference's two terms."""
+    """With the sum of a stopped reference's two terms. Raises `InputError` for a claim that cuts a span."""
+    if claim.policy is not None:
+        for group in problem.groups:
+            require_uncut(claim.policy, len(group.prompt), group.spans)
     if claim.is_full(problem):
         return full_reference(model, problem, claim.objective), None
     carried = claim.carried(problem)

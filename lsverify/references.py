@@ -22,11 +22,12 @@ from torch.func import functional_call
 from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, map_state, new_cache
-from lsverify.continuation import mended
 from lsverify.objective import Objective, Plan, Scores, prepare
 from lsverify.paths import full_autograd, full_logits
 from lsverify.problems import Problem
-from lsverify.prompt import keep_logits, unwrapped
+from lsverify.prompt import continue_from, unwrapped
+from lsverify.span_masks import span_arguments
+from lsverify.spans import Spans
 
 Gradients = dict[str, Tensor | None]
 # Parameters by name, and where the tokens that they evaluate end.
@@ -178,27 +179,35 @@ def _in_pieces(
 ) -> Tensor:
     """Logits [R_i, V] from one graph over (weights, end) pieces of response i's tokens; the filter before the last."""
     tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
+    continuing, spans = _Continuing(model), problem.spans(i)
     cache: Cache = new_cache(unwrapped(model).config)
-    positions = torch.arange(len(tokens))
-    output: Any = None
+    logits = torch.empty(0)
     start = 0
     for weights, end in pieces:
-        piece = slice(start, end)
+        piece = tokens[start:end]
         if end is None and carried is not None:
             cache = carried.of(cache, i)
-        if len(tokens[piece]):
-            arguments = {
-                "input_ids": tokens[None, piece],
-                "position_ids": positions[None, piece],
-                "cache": cache,
-                "use_cache": True,
-                **keep_logits(model, length if end is None else 1),
-            }
-            with mended(model):  # the library's own code restarts some states
-                output = functional_call(model, dict(weights), args=(), kwargs=arguments)
+        if len(piece):
+            named = {f"model.{name}": value for name, value in weights.items()}
+            keep = length if end is None else 1
+            logits, cache = functional_call(
+                continuing, named, args=(piece, cache, start, keep, spans)
+            )
         start = end or 0
-    kept: Tensor = output.logits[0, -length:]
-    return kept
+    return logits
+
+
+class _Continuing(nn.Module):
+    """`continue_from` as a module, so that it can be called with other parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, tokens: Tensor, cache: Cache, start: int, keep: int, spans: Spans
+    ) -> tuple[Tensor, Cache]:
+        return continue_from(self.model, tokens, cache, start, keep, spans)
 
 
 def split_gradient(
@@ -217,7 +226,8 @@ def split_gradient(
         tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
         with _split_modules(model, constant, live, stop(len(problem.prompt(i)))):
             positions = torch.arange(len(tokens))[None]
-            output = model(input_ids=tokens[None], position_ids=positions, use_cache=False)
+            spans = span_arguments(model, problem.spans(i), len(tokens))
+            output = model(input_ids=tokens[None], position_ids=positions, use_cache=False, **spans)
         kept: Tensor = output.logits[0, -length:]
         return kept
 

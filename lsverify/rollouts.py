@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lsverify.errors import InputError
 from lsverify.problem_types import LOGP_NAMES, Group, Problem, Response
+from lsverify.spans import Spans
 
 
 class UnsharedPromptWarning(UserWarning):
@@ -101,6 +102,7 @@ def from_rollouts(
     ref_logp: Sequence[Any] | None = None,
     sampler_logp: Sequence[Any] | None = None,
     truncated: Sequence[bool] | Tensor | None = None,
+    spans: Sequence[Spans] | None = None,
     seed: int | None = None,
 ) -> Problem:
     """A problem from N rows, each a prompt and its response in one, without padding.
@@ -117,6 +119,8 @@ def from_rollouts(
                     kept as float64.
     masks           [R_i] bool, or integers 0 and 1; all True when left out.
     truncated       one per row; all False when left out.
+    spans           of each row's prompt, (start, end) pairs counted from its first token; none when
+                    left out.
 
     Raises InputError for what does not fit, and for rows of one group whose prompts differ: it
     names the group, both rows, the first position that differs and both tokens. Warns with
@@ -134,6 +138,7 @@ def from_rollouts(
         "ref_logp": ref_logp,
         "sampler_logp": sampler_logp,
         "truncated": None if truncated is None else _listed(truncated),
+        "spans": spans,
     }
     for name, values in columns.items():
         if values is not None and len(values) != rows:
@@ -153,12 +158,18 @@ def from_rollouts(
                     "of prompt and one of response are needed"
                 )
             _check_same_prompt(group_id, its_rows[0], row, tokens, lengths)
+            if spans is not None and spans[row] != spans[its_rows[0]]:
+                raise InputError(
+                    f"group {group_id!r}: row {its_rows[0]} has the spans {spans[its_rows[0]]}, row {row} {spans[row]}; "
+                    "responses of one group must continue the same prompt"
+                )
             try:
                 responses.append(_response(row, tokens[row][lengths[row] :], columns))
             except InputError as error:
                 raise InputError(f"row {row}: {error}") from None
         prompt = tokens[its_rows[0]][: lengths[its_rows[0]]]
-        groups.append(Group(prompt=prompt, responses=tuple(responses)))
+        own = spans[its_rows[0]] if spans is not None else ()
+        groups.append(Group(prompt=prompt, responses=tuple(responses), spans=own))
     problem = Problem(groups=tuple(groups), seed=seed)
     warn_unshared(problem)
     return problem

@@ -21,6 +21,8 @@ from lsverify.precision import computing, weight_dtype
 from lsverify.pretrained import SMOLLM2, tokenizer
 from lsverify.problem_types import Response
 from lsverify.problems import Problem, ProblemSpec, draw, off_policy
+from lsverify.span_masks import require_seen
+from lsverify.spans import drawn_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,9 @@ def make_setting(config: CaseConfig) -> Setting:
             drawn = _text_problems(config, model)
         else:
             drawn = _drawn_problems(config, model.config.get_text_config().vocab_size)
+        for problem in drawn if config.spans != "none" else ():
+            for group in problem.groups:
+                require_seen(model, group.prompt, group.spans)
         first, second = (
             # Only how far the data are off-policy rests on these scores, so the cheaper ones do.
             off_policy(
@@ -101,20 +106,21 @@ def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Probl
         response_lengths=config.response_lengths,
         seed=config.seed,
         holes=True,
+        spans=config.spans,
     )
     first = draw(spec, vocab_size)
-    prompts = [group.prompt for group in first.groups]
-    alike = _almost(prompts[0], vocab_size)
+    longer, shorter = first.groups
+    alike = replace(longer, prompt=_almost(longer.prompt, vocab_size))
     change = {
         "seed": config.seed + 1_000_003,
-        "prompt_lengths": (length, length, length, len(prompts[1])),
+        "prompt_lengths": (length, length, length, len(shorter.prompt)),
         "group_sizes": (*group_sizes(config), 2, 2),
         "truncated": True,
     }
     other = draw(spec.model_copy(update=change), vocab_size)
     groups = [
-        replace(group, prompt=prompt, responses=tuple(map(_ragged, group.responses)))
-        for group, prompt in zip(other.groups, (prompts[0], alike, alike, prompts[1]), strict=True)
+        replace(like, responses=tuple(map(_ragged, group.responses)))
+        for group, like in zip(other.groups, (longer, alike, alike, shorter), strict=True)
     ]
     level = tuple(replace(response, reward=1.0) for response in groups[-1].responses)
     groups[-1] = replace(groups[-1], responses=level)
@@ -178,5 +184,10 @@ def _text_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Probl
         )
         for step in range(2)
     )
-    other = replace(second.groups[0], prompt=first.groups[0].prompt)
-    return first, replace(second, groups=(other, *second.groups[1:]))
+    prompt = first.groups[0].prompt
+    spans = drawn_spans(config.spans, len(prompt), config.seed)
+    one, other = (replace(p.groups[0], prompt=prompt, spans=spans) for p in (first, second))
+    return (
+        replace(first, groups=(one, *first.groups[1:])),
+        replace(second, groups=(other, *second.groups[1:])),
+    )

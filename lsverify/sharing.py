@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lsverify.errors import NotShareable
 from lsverify.paths import shared_prompts
 from lsverify.problems import Problem
+from lsverify.span_masks import padded_arguments, span_arguments
+from lsverify.spans import Spans
 from lsverify.watch import decoder_layers, way_to_embedding
 
 # In float64 under promotion the same values come out of another batch or length to a few 1e-15.
@@ -30,16 +32,23 @@ def check_shareable(model: nn.Module, problem: Problem, limit: float = LIMIT) ->
     relative L2 per layer; the model should be at oracle precision. Raises `NotShareable`, naming layer and length.
     """
     for prompt, members in shared_prompts(problem):
-        alone = _layers(model, prompt[None])
+        spans = problem.spans(members[0])
+        alone = _layers(model, prompt[None], spans)
         by_length = sorted(members, key=lambda i: problem.response_lengths[i])
         for i in dict.fromkeys((by_length[0], by_length[-1])):
             tokens = problem.tokens(i)[None]
-            _hold(alone, _layers(model, tokens), 0, limit, f"a total length of {tokens.shape[1]}")
+            _hold(
+                alone,
+                _layers(model, tokens, spans),
+                0,
+                limit,
+                f"a total length of {tokens.shape[1]}",
+            )
         mates = [problem.tokens(i) for i in (by_length[0], by_length[-1])]
         batch = torch.nn.utils.rnn.pad_sequence(mates, batch_first=True)
         lengths = torch.tensor([len(row) for row in mates])
         mask = (torch.arange(batch.shape[1]) < lengths[:, None]).long()
-        together = _layers(model, batch, mask)
+        together = _layers(model, batch, spans, mask)
         for row in range(len(mates)):
             _hold(alone, together, row, limit, f"batch mates (row {row})")
 
@@ -61,7 +70,9 @@ def _hold(
             )
 
 
-def _layers(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> dict[str, Tensor]:
+def _layers(
+    model: nn.Module, tokens: Tensor, spans: Spans, mask: Tensor | None = None
+) -> dict[str, Tensor]:
     """The output [b, T, H] of every decoder layer, by name, and the logits, of an uncached pass over tokens [b, T]."""
     found: dict[str, Tensor] = {}
     _, parents = way_to_embedding(model)
@@ -78,9 +89,12 @@ def _layers(model: nn.Module, tokens: Tensor, mask: Tensor | None = None) -> dic
     ]
     try:
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        output = model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, use_cache=False
+        masked = (
+            span_arguments(model, spans, tokens.shape[1])
+            if mask is None
+            else padded_arguments(model, mask, [spans] * len(mask))
         )
+        output = model(input_ids=tokens, position_ids=positions, use_cache=False, **masked)
     finally:
         for handle in handles:
             handle.remove()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lsverify.errors import StalePromptState
 from lsverify.prompt import PromptState
+from lsverify.spans import Spans
 from lsverify.tags import Tags, token_hash, weights_version
 
 
@@ -41,9 +42,15 @@ class StaleStates:
             if self.step - captured < self.refresh
         }
 
-    def of(self, prompt: Tensor, boundary: int, capture: Callable[[], PromptState]) -> PromptState:
+    def of(
+        self,
+        prompt: Tensor,
+        boundary: int,
+        capture: Callable[[], PromptState],
+        spans: Spans = (),
+    ) -> PromptState:
         """The prompt's state, captured now unless one is kept. prompt [P] int64."""
-        key = token_hash(prompt), boundary
+        key = token_hash(prompt, spans), boundary
         if key not in self._states:
             self._states[key] = self.step, capture()
         return self._states[key][1]

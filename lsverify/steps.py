@@ -46,6 +46,7 @@ class Step:
     def __str__(self) -> str:
         spec, mode = self.spec, "train()" if self.training else "eval()"
         options = [name for name in ("holes", "truncated") if getattr(spec, name)]
+        options += [f"spans {spec.spans}"] if spec.spans != "none" else []
         return " ".join(
             [
                 f"{self.objective.name} {self.policy} seed {spec.seed} prompts {spec.prompt_lengths}",

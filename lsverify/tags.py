@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lsverify.spans import Spans
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """What a captured state was computed from. `tokens` is a content hash; lengths are in tokens."""
+    """What a captured state was computed from. `tokens` is a content hash, of spans too; lengths are in tokens."""
 
     weights: str
     adapter: str
@@ -24,11 +26,11 @@ class Tags:
     boundary: int
 
 
-def tags_of(model: nn.Module, prompt: Tensor, boundary: int) -> Tags:
+def tags_of(model: nn.Module, prompt: Tensor, boundary: int, spans: Spans = ()) -> Tags:
     return Tags(
         weights=weights_version(model),
         adapter=adapter_of(model),
-        tokens=token_hash(prompt[:boundary]),
+        tokens=token_hash(prompt[:boundary], tuple(s for s in spans if s[0] < boundary)),
         prompt_length=len(prompt),
         boundary=boundary,
     )
@@ -77,6 +79,7 @@ def adapter_of(model: nn.Module) -> str:
     return names if len(on) == len(layers) else f"{names} in {len(on)} of {len(layers)} layers"
 
 
-def token_hash(tokens: Tensor) -> str:
-    """sha256 over the token ids (first 12 hex digits)."""
-    return hashlib.sha256(",".join(map(str, tokens.tolist())).encode()).hexdigest()[:12]
+def token_hash(tokens: Tensor, spans: Spans = ()) -> str:
+    """sha256 over the token ids, and the spans where there are any (first 12 hex digits)."""
+    marked = f";{spans}" if spans else ""
+    return hashlib.sha256((",".join(map(str, tokens.tolist())) + marked).encode()).hexdigest()[:12]

@@ -300,9 +300,8 @@ def _unseen(problem: Problem) -> list[Tensor]:
 
 def _positions(ids: Tensor, given: Mapping[str, Any]) -> list[list[int]]:
     """The position of every token of input_ids [b, T], -1 for padding: as passed, else as the library would count."""
-    mask, explicit = given.get("attention_mask"), given.get("position_ids")
+    plain, explicit = _padding_mask(given), given.get("position_ids")
     rows, columns = ids.shape
-    plain = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     if isinstance(explicit, Tensor):
         flat = explicit if explicit.dim() == 2 else explicit[0]
         positions = flat.expand(rows, columns).clone()
@@ -318,10 +317,32 @@ def _positions(ids: Tensor, given: Mapping[str, Any]) -> list[list[int]]:
 
 def _leading_padding(given: Mapping[str, Any], rows: int) -> list[tuple[int, int]]:
     """For each row: how many keys its mask spans, and how many of them, in front, are padding."""
-    mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.dim() != 2:
+    mask = _padding_mask(given)
+    if mask is None:
         return [(0, 0)] * rows
     return [(mask.shape[1], int((row.cumsum(0) == 0).sum())) for row in mask.long()]
+
+
+def _padding_mask(given: Mapping[str, Any]) -> Tensor | None:
+    """[b, keys], 0 at padding: the mask as given, or what one of queries and keys says of several rows.
+
+    There a padded column neither sees another nor is seen by one.
+    """
+    mask = given.get("attention_mask")
+    if isinstance(mask, Mapping):
+        mask = next(iter(mask.values()), None)
+    if not isinstance(mask, Tensor) or mask.dim() == 2:
+        return mask if isinstance(mask, Tensor) else None
+    if mask.dim() != 4 or len(mask) == 1:
+        return None
+    visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] >= 0
+    past = visible.shape[2] - visible.shape[1]
+    if past < 0:
+        return None
+    others = visible & ~torch.ones_like(visible[0]).tril(past).triu(past)
+    linked = others.any(1)
+    linked[:, past:] |= others.any(2)
+    return linked.long()
 
 
 def _first_candidate(row: _Row, masked: Tensor) -> int:

@@ -67,6 +67,7 @@ def test_every_option_reaches_the_case():
         lora=True,
         quantised=True,
         tied=True,
+        spans="image",
     ).cases()
     assert case == CaseConfig(
         arch="mistral",
@@ -83,6 +84,7 @@ def test_every_option_reaches_the_case():
         lora=True,
         quantised=True,
         tied=True,
+        spans="image",
     )
 
 

@@ -95,7 +95,7 @@ def test_every_option_arrives(run, monkeypatch):
         *["gate", "--arch", "mistral", "--policy", "tail:2", "--reference", "full"],
         *["--require", "forward", "--dtype", "float32", "--prompt-length", 9, "--group-size", 3],
         *["--response-length", "2,1", "--objective", "dapo", "--seed", 5, "--chunk", 4],
-        *["--branches", 2, "--quantised", "--tied"],
+        *["--branches", 2, "--quantised", "--tied", "--spans", "prefix"],
         *["--lora", "--quantised", "--tied", "--quick", "--candidate", "candidates:full"],
     )
     assert code == 0
@@ -114,6 +114,7 @@ def test_every_option_arrives(run, monkeypatch):
         "branches": 2,
         "quantised": True,
         "tied": True,
+        "spans": "prefix",
         "lora": True,
         "training": True,
         "require": "forward",

@@ -101,10 +101,10 @@ def setting(name, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (setting("schema_version", 2), "schema_version is 2; this version reads 1"),
-        (setting("schema_version", "1"), "schema_version is '1'; this version reads 1"),
-        (setting("schema_version", True), "schema_version is True; this version reads 1"),
-        (lambda c: c.pop("schema_version"), "schema_version is None; this version reads 1"),
+        (setting("schema_version", 3), "schema_version is 3; this version reads 1 and 2"),
+        (setting("schema_version", "1"), "schema_version is '1'; this version reads 1 and 2"),
+        (setting("schema_version", True), "schema_version is True; this version reads 1 and 2"),
+        (lambda c: c.pop("schema_version"), "schema_version is None; this version reads 1 and 2"),
         (lambda c: c.pop("rewards"), "rewards: Field required"),
         (setting("colour", 1), "colour: Extra inputs are not permitted"),
         (

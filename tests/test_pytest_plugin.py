@@ -199,6 +199,7 @@ def test_groups(request):
             lora=True,
             quantised=True,
             tied=True,
+            spans="image",
         ),
     ],
 )

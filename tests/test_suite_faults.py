@@ -105,8 +105,8 @@ def masked_tokens_hidden(patch):
 def later_chunks_one_position_late(patch):
     honest = prompt.continue_from
 
-    def late(model, tokens, cache, start, keep):
-        return honest(model, tokens, cache, start + bool(start), keep)
+    def late(model, tokens, cache, start, keep, spans=()):
+        return honest(model, tokens, cache, start + bool(start), keep, spans)
 
     for module in (prompt, paths):
         patch.setattr(module, "continue_from", late)

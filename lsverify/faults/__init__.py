@@ -14,6 +14,7 @@ from lsverify.faults import (
     decisions,
     mask,
     ratio,
+    spans,
     staleness,
     state,
     transaction,
@@ -31,6 +32,7 @@ _FAMILIES = (
     decisions,
     transaction,
     staleness,
+    spans,
 )
 
 FAULTS: dict[str, Fault] = {fault.name: fault for family in _FAMILIES for fault in family.FAULTS}
