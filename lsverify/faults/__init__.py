@@ -10,6 +10,7 @@ from lsverify.faults import (
     accumulation,
     advantage,
     aggregation,
+    balance,
     boundary,
     decisions,
     mask,
@@ -29,6 +30,7 @@ _FAMILIES = (
     ratio,
     accumulation,
     decisions,
+    balance,
     transaction,
     staleness,
 )
