@@ -104,9 +104,10 @@ def routers_of(model: nn.Module) -> Routers:
         getattr(head, name, None) or getattr(config, name, None)
         for name in ("num_experts", "num_experts_per_tok")
     ]
-    if None in sizes:
+    experts, top_k = sizes
+    if experts is None or top_k is None:
         raise no("does not say how many experts it has and chooses")
-    return Routers(modules=modules, experts=sizes[0], top_k=sizes[1])
+    return Routers(modules=modules, experts=experts, top_k=top_k)
 
 
 def library_loss(model: nn.Module) -> Any:
@@ -121,7 +122,7 @@ def _recorded(head: nn.Module) -> Iterator[tuple[nn.Module, int]]:
     for owner in head.modules():
         specs = (getattr(owner, "_can_record_outputs", None) or {}).get("router_logits")
         for spec in specs if isinstance(specs, list) else [specs] if specs else []:
-            target = getattr(spec, "target_class", spec)
+            target: Any = getattr(spec, "target_class", spec)
             where = f".{layer.strip('.')}." if (layer := getattr(spec, "layer_name", None)) else ""
             for name, module in owner.named_modules():
                 if id(module) not in found and isinstance(module, target) and where in f".{name}.":
@@ -217,7 +218,8 @@ class Balance:
         captured: Tally | None = None,
     ) -> None:
         self.captured = 0.0
-        self._tally, self._weights = tally, ()
+        self._tally = tally
+        self._weights: tuple[Tensor, ...] = ()
         if tally is None or objective is None or problem is None:
             return
         self._counted = objective.aux_prompt

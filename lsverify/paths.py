@@ -253,7 +253,9 @@ def _sweep(
         if balance and (part := balance.part(routed, weight)).requires_grad:
             sent.append((part, None))
         if sent:
-            torch.autograd.backward(*zip(*sent, strict=True))
+            outputs, gradients = zip(*sent, strict=True)
+            torch.autograd.backward(outputs, gradients)
+            del outputs
         del recomputed, routed, sent
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
         outgoing = by_path(incoming)
