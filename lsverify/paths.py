@@ -244,21 +244,25 @@ def _sweep(
         leaves = leaves_of(incoming)
         with balance.watched() as routed:
             recomputed = _recompute(model, chunk, with_leaves(incoming, leaves), outgoing)
-        sent: list[tuple[Tensor, Tensor | None]] = [
-            (recomputed[path], cotangent)
-            for path, cotangent in cotangents.items()
-            if recomputed[path].requires_grad
-        ]
-        cotangents.clear()
-        if balance and (part := balance.part(routed, weight)).requires_grad:
-            sent.append((part, None))
-        if sent:
-            outputs, gradients = zip(*sent, strict=True)
-            torch.autograd.backward(outputs, gradients)
-            del outputs
-        del recomputed, routed, sent
+        part = balance.part(routed, weight) if balance else None
+        _send_back(recomputed, cotangents, part)
+        del recomputed, routed, part
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
         outgoing = by_path(incoming)
+
+
+def _send_back(
+    recomputed: dict[str, Tensor], cotangents: dict[str, Tensor], part: Tensor | None
+) -> None:
+    """One backward pass through a chunk: from its outgoing state, by the cotangents, and from its own part of the loss."""
+    outputs = [path for path in cotangents if recomputed[path].requires_grad]
+    sources = [recomputed[path] for path in outputs]
+    gradients: list[Tensor | None] = [cotangents.pop(path) for path in outputs]
+    if part is not None and part.requires_grad:
+        sources.append(part)
+        gradients.append(None)
+    if sources:
+        torch.autograd.backward(sources, gradients)
 
 
 def _recompute(
