@@ -14,9 +14,14 @@ leaves a sum over tokens,
 
 so each response's pass, and each chunk of the prompt, carries the part of its own tokens.
 
-Counted is every token whose output predicts another: the prompt's, and a response's but for its last one, which no path
-here forwards (a trainer that forwards it counts it). Padding never counts. `aux_prompt` says how often a prompt does:
-`per_response`, since an ordinary batch has it in every row, or `once` for each distinct prompt.
+Counted is every token of the step whose output predicts another, whatever the objective's mask and micro-batches are: the
+prompt's, and a response's but for its last one, which no path here forwards (a trainer that forwards it counts it).
+Padding never counts. `aux_prompt` says how often a prompt does: `per_response`, since an ordinary batch has it in every
+row, or `once` for each distinct prompt.
+
+Router logits are seen at the modules that the model's class names for the library's own recording. The library sums in
+float32 whatever the model's dtype; here sums are in float64, and equality to 1e-12 is shown against its code with those
+casts read as float64 (`balance_oracle`).
 """
 
 from __future__ import annotations
