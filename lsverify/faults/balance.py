@@ -111,7 +111,7 @@ FAULTS = (
         path=prompts_part_not_swept,
         report="",
         rung="gradient",
-        points_at=r"relative L2|differs|rel",
+        points_at=r"relative L2 \S+, cosine 0\.9999.*\n.*counted: \d+ match, \d+ mismatch",
         architectures=EXPERTS,
         options=ASKED,
     ),
