@@ -28,12 +28,13 @@ def account(
     tokens_*: forwarded, and what the claim's ideal schedule and full autograd ask for. live_bytes_peak: over what was
     alive before. state, checkpoint and cotangent bytes: of the longest prompt, from shapes; None without a policy.
     """
-    prompts, policy = shared(referee.setting.problem), claim.policy
+    prompts, policy, scored = shared(referee.setting.problem), claim.policy, claim.scored
+    ideal = ideal_work("longstraw", prompts, policy, scored=scored) if policy else None
     return {
         "tokens_forwarded": run.tokens.total,
         "tokens_under_autograd": run.tokens.grad,
-        "tokens_ideal": ideal_work("longstraw", prompts, policy).tokens if policy else None,
-        "tokens_full": ideal_work("full_serial", prompts).tokens,
+        "tokens_ideal": ideal.tokens if ideal else None,
+        "tokens_full": ideal_work("full_serial", prompts, scored=scored).tokens,
         "live_bytes_peak": None if weight.error else weight.live_bytes_peak,
         "live_bytes_peak_full": referee.full_live_bytes,
         **_state(referee, policy, chunk),

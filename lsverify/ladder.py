@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from lsverify.accounting import account
+from lsverify.auxiliary import library_loss, routers_of
+from lsverify.balance_oracle import check_balance
 from lsverify.cases import load_candidate, source_of
 from lsverify.compare import Comparison, Limits
 from lsverify.errors import InputError
@@ -159,7 +161,16 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
 
 
 def _objective(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
-    measure, limit, detail = check_objective(claim.objective, referee.setting.problem, config.seed)
+    setting, objective = referee.setting, claim.objective
+    measure, limit, detail = check_objective(objective, setting.problem, config.seed)
+    if objective.aux_coef:
+        routers, library = routers_of(setting.model), library_loss(setting.model)
+        other, its_limit, found = check_balance(
+            library, routers, objective, setting.problem, config.seed
+        )
+        if measure <= limit and not other <= its_limit:
+            measure, limit = other, its_limit
+        detail = f"{detail}; {found}"
     status: Status = "proven" if measure <= limit else "failed"
     return Rung(name="objective", status=status, measure=measure, limit=limit, detail=detail)
 

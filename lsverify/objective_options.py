@@ -62,6 +62,13 @@ class Objective(BaseModel):
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the entropy in nats, aggregated like the rest of the token's loss (TRL divides it
     by the counted tokens whatever the loss type)."""
+    aux_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (the library's `router_aux_loss_coef`);
+    formula and counted tokens at `lsverify.auxiliary`. It is a loss of the router logits and no
+    part of `Plan`: the paths add it to the members' sum. Above 0 a model type without it is refused."""
+    aux_prompt: Literal["per_response", "once"] = "per_response"
+    """How often a prompt's tokens count in it: in each of its responses, as in an ordinary batch, or
+    once for each distinct prompt."""
     mask_truncated: bool = False
     """Count no token of a truncated response: it leaves numerator, token denominators and KL sums
     alike. It stays one of the N responses, and its reward stays in the group's statistics (DAPO's

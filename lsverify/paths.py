@@ -11,29 +11,39 @@ its policy says:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
+from lsverify.auxiliary import Balance, BatchBalance
 from lsverify.cache import by_path, leaves_of, with_leaves
 from lsverify.decisions import DecisionDigest
 from lsverify.errors import InputError
-from lsverify.objective import Objective, Plan, Scores, monolithic, prepare, token_logp
+from lsverify.objective import Objective, Plan, monolithic, prepare, token_logp
 from lsverify.policies import Policy, parse_policy, require_chosen
 from lsverify.problems import Problem
 from lsverify.prompt import Chunk, PromptState, capture, continue_from, keep_logits, unwrapped
-from lsverify.span_masks import padded_arguments, span_arguments
+from lsverify.scoring import (
+    CHUNK,
+    adapters_off,
+    batched,
+    branch_logits,
+    frozen_balance,
+    full_logits,
+    full_score,
+    reference_scores,
+    score,
+    shared_prompts,
+)
+from lsverify.span_masks import padded_arguments
 from lsverify.spans import require_uncut
 from lsverify.stale import StaleStates
 from lsverify.tags import tags_of
 
-CHUNK = 512
 # How closely a recomputed chunk must reproduce its saved state: relative L2, above what another summation order costs.
 REPRODUCED = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -94,13 +104,16 @@ def full_autograd(
     """The ordinary GRPO step, one graph from the first prompt token to the loss.
 
     Serial (the truth): one response at a time, unpadded. Batched: every response in one padded forward pass, and the
-    objective in its monolithic form. Both give the same gradient.
+    objective in its monolithic form. Both give the same gradient. With a load-balancing loss the serial form passes all
+    responses once more before, without a graph, to count; the batched form has all tokens at once.
     """
     _require_trainable(model)
-    scores = _scores(model, problem, objective, reference_model)
+    scores = reference_scores(model, problem, objective, reference_model)
     if batched:
-        logits = _batched_logits(model, problem, padding)
-        loss = monolithic(objective, problem, logits, scores)
+        batch = BatchBalance(model, problem, objective)
+        with batch.watched():
+            logits = _batched_logits(model, problem, padding)
+        loss = batch.added_to(monolithic(objective, problem, logits, scores), padding)
         _backward(loss)
         log_probs = [
             token_logp(row, response.tokens, objective.temperature).detach()
@@ -108,11 +121,14 @@ def full_autograd(
         ]
         return StepResult(loss=loss.detach().item(), log_probs=tuple(log_probs), reference="full")
     plan = prepare(objective, problem, scores)
+    balance = frozen_balance(model, problem, objective)
     total, log_probs = 0.0, []
     for i in range(len(problem)):
-        member = plan.member(i, full_logits(model, problem, i))
-        _backward(member.loss)
-        total += member.loss.detach().item()
+        with balance.watched() as routed:
+            member = plan.member(i, full_logits(model, problem, i))
+        loss = balance.added_to(member.loss, routed, balance.whole(i))
+        _backward(loss)
+        total += loss.detach().item()
         log_probs.append(member.logp.detach())
     return StepResult(loss=total, log_probs=tuple(log_probs), reference="full")
 
@@ -134,18 +150,25 @@ def longstraw(
     off inside it, where a smaller chunk saves as much. Prompts of equal content are captured and swept once.
     `branches` responses share a replay: every backward pass moves all gradients through memory, so short responses go
     faster together, each with a copy of the state. `states` keeps what `stale:n` reuses from step to step; without it
-    each step is the first. Raises `InputError` for a malformed policy or one that does not fit the model or cuts a span
-    of a prompt, a chunk or branches below 1, and a model that keeps state out of its cache, `StalePromptState` when the
-    weights change under the step, and `SweepMismatch` when a recomputed chunk is not the captured one.
+    each step is the first. A load-balancing loss costs a scoring round of its own before (`frozen_balance`); the prompt's
+    tokens then have a loss themselves, which the sweep adds chunk by chunk, as far back as it goes.
+
+    Raises `InputError` for a malformed policy or one that does not fit the model or cuts a span of a prompt, a chunk or
+    branches below 1, a model that keeps state out of its cache, and a load-balancing loss that the model type lacks,
+    `StalePromptState` when the weights change under the step, and `SweepMismatch` when a recomputed chunk is not the
+    captured one.
     """
     if branches < 1:
         raise InputError(f"branches {branches} is not allowed: replay 1 or more responses together")
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     _require_trainable(model)
     plan = prepare(
-        objective, problem, _scores(model, problem, objective, reference_model, policy, chunk)
+        objective,
+        problem,
+        reference_scores(model, problem, objective, reference_model, policy, chunk),
     )
-    total = 0.0
+    balance = frozen_balance(model, problem, objective, policy, chunk)
+    total = balance.captured
     log_probs: dict[int, Tensor] = {}
     kept = (states or StaleStates(policy.refresh)) if policy.refresh else None
     if kept:
@@ -162,7 +185,7 @@ def longstraw(
         require_chosen(policy, state)
         leaves = state.leaves(policy.carries) if boundary > stop else {}
         for together in batched(members, branches):
-            loss, replayed = _replay(model, problem, together, plan, state, leaves)
+            loss, replayed = _replay(model, problem, together, plan, state, leaves, balance)
             total += loss
             log_probs |= replayed
         if kept:
@@ -175,7 +198,7 @@ def longstraw(
             if leaf.grad is not None
         }
         del leaves
-        _sweep(model, state, cotangents)
+        _sweep(model, state, cotangents, balance, scale * balance.of_prompt(members))
     ordered = tuple(log_probs[i] for i in range(len(problem)))
     return StepResult(loss=total, log_probs=ordered, reference=policy.spec)
 
@@ -196,59 +219,57 @@ def _replay(
     plan: Plan,
     state: PromptState,
     leaves: dict[str, Tensor],
+    balance: Balance,
 ) -> tuple[float, dict[int, Tensor]]:
     """Branches and their backward pass: the response term, and their share of d loss / d z in the leaves."""
-    logits = _branch_logits(model, problem, together, state, leaves)
+    with balance.watched() as routed:
+        logits = branch_logits(model, problem, together, state, leaves)
     members = {i: plan.member(i, own) for i, own in zip(together, logits, strict=True)}
     loss = torch.stack([member.loss for member in members.values()]).sum()
+    loss = balance.added_to(loss, routed, balance.branches(together, state.tags.boundary))
     _backward(loss)
     return loss.detach().item(), {i: member.logp.detach() for i, member in members.items()}
 
 
-def _branch_logits(
+def _sweep(
     model: nn.Module,
-    problem: Problem,
-    together: Sequence[int],
     state: PromptState,
-    leaves: dict[str, Tensor],
-) -> list[Tensor]:
-    """The logits [R_i, V] of each response, from one pass over branches that are padded on the right.
-
-    Without a mask for the padding: no token sees what comes after it, but for a span of the live tail, and the state
-    after the padding is used by nobody.
-    """
-    boundary, lengths = state.tags.boundary, [len(problem.responses[i].tokens) for i in together]
-    spans = problem.spans(together[0])
-    branches = [problem.tokens(i)[boundary:-1] for i in together]
-    if len(branches) == 1:
-        cache = state.branch(leaves)
-        return [continue_from(model, branches[0], cache, boundary, lengths[0], spans)[0]]
-    tokens = pad_sequence(branches, batch_first=True)
-    cache = state.branches(leaves, len(branches))
-    logits, _ = continue_from(model, tokens, cache, boundary, max(lengths), spans)
-    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
-
-
-def _sweep(model: nn.Module, state: PromptState, cotangents: dict[str, Tensor]) -> None:
+    cotangents: dict[str, Tensor],
+    balance: Balance = Balance(),  # noqa: B008 - it holds nothing
+    weight: float = 0.0,
+) -> None:
     """Add the state term: back through the kept chunks, each recomputed with autograd from its incoming state.
 
-    `cotangents` maps a state tensor's path to d loss / d z at B; it is consumed.
+    `cotangents` maps a state tensor's path to d loss / d z at B; it is consumed. `weight` is that of the prompt's
+    tokens in the load-balancing loss, of which each chunk adds its own part.
     """
     outgoing = by_path(state.cache)
     for chunk in reversed(state.chunks):
-        if not cotangents:
+        if not cotangents and not balance:
             return
         incoming = chunk.incoming(outgoing)
         leaves = leaves_of(incoming)
-        recomputed = _recompute(model, chunk, with_leaves(incoming, leaves), outgoing)
-        outputs = [path for path in cotangents if recomputed[path].requires_grad]
-        if outputs:
-            torch.autograd.backward(
-                [recomputed[path] for path in outputs], [cotangents.pop(path) for path in outputs]
-            )
-        del recomputed
+        with balance.watched() as routed:
+            recomputed = _recompute(model, chunk, with_leaves(incoming, leaves), outgoing)
+        part = balance.part(routed, weight) if balance else None
+        _send_back(recomputed, cotangents, part)
+        del recomputed, routed, part
         cotangents = {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
         outgoing = by_path(incoming)
+
+
+def _send_back(
+    recomputed: dict[str, Tensor], cotangents: dict[str, Tensor], part: Tensor | None
+) -> None:
+    """One backward pass through a chunk: from its outgoing state, by the cotangents, and from its own part of the loss."""
+    outputs = [path for path in cotangents if recomputed[path].requires_grad]
+    sources = [recomputed[path] for path in outputs]
+    gradients: list[Tensor | None] = [cotangents.pop(path) for path in outputs]
+    if part is not None and part.requires_grad:
+        sources.append(part)
+        gradients.append(None)
+    if sources:
+        torch.autograd.backward(sources, gradients)
 
 
 def _recompute(
@@ -276,21 +297,6 @@ def _recompute(
     return recomputed
 
 
-def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
-    """The logits [R_i, V] that predict response i, from one uncached, unpadded forward pass."""
-    tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
-    positions = torch.arange(len(tokens), device=tokens.device)
-    output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        use_cache=False,
-        **span_arguments(model, problem.spans(i), len(tokens), device=tokens.device),
-        **keep_logits(model, length),
-    )
-    logits: Tensor = output.logits[0, -length:]
-    return logits
-
-
 def _batched_logits(
     model: nn.Module, problem: Problem, padding: Literal["left", "right"]
 ) -> list[Tensor]:
@@ -311,94 +317,6 @@ def _batched_logits(
     before = batch.input_ids.shape[1] - 1 - logits.shape[1]
     starts = [int(start) - 1 - before for start in batch.response_start]
     return [logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
-
-
-def batched(members: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    """Consecutive members, `size` at a time."""
-    for at in range(0, len(members), size):
-        yield members[at : at + size]
-
-
-def shared_prompts(problem: Problem) -> Iterator[tuple[Tensor, list[int]]]:
-    """Each distinct prompt, by content, with the members that answer it."""
-    members: dict[str, list[int]] = {}
-    for i, group in enumerate(problem.group_of):
-        members.setdefault(problem.prompt_hash(group), []).append(i)
-    for indices in members.values():
-        yield problem.prompt(indices[0]), indices
-
-
-@torch.no_grad()
-def score(
-    model: nn.Module,
-    problem: Problem,
-    *,
-    temperature: float = 1.0,
-    policy: str | Policy = "detach",
-    chunk: int = CHUNK,
-) -> tuple[Tensor, ...]:
-    """Log-probs [R_i] of every response under the current parameters, without graph, over a captured prompt."""
-    policy = parse_policy(policy) if isinstance(policy, str) else policy
-    scored: dict[int, Tensor] = {}
-    for prompt, members in shared_prompts(problem):
-        boundary = policy.boundary(len(prompt))
-        spans = problem.spans(members[0])
-        require_uncut(policy, len(prompt), spans)
-        state = capture(
-            model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary, spans=spans
-        )
-        for i in members:
-            (logits,) = _branch_logits(model, problem, [i], state, {})
-            scored[i] = token_logp(logits, problem.responses[i].tokens, temperature)
-    return tuple(scored[i] for i in range(len(problem)))
-
-
-@torch.no_grad()
-def full_score(
-    model: nn.Module, problem: Problem, *, temperature: float = 1.0
-) -> tuple[Tensor, ...]:
-    """The same log-probs from uncached, unpadded forward passes."""
-    return tuple(
-        token_logp(full_logits(model, problem, i), response.tokens, temperature)
-        for i, response in enumerate(problem.responses)
-    )
-
-
-def _scores(
-    model: nn.Module,
-    problem: Problem,
-    objective: Objective,
-    reference_model: nn.Module | None,
-    policy: Policy | None = None,
-    chunk: int = CHUNK,
-) -> Scores:
-    """Freeze what couples the responses: reference log-probs, each from a capture of its own, never the policy's."""
-    given = all(response.ref_logp is not None for response in problem.responses)
-    if objective.beta == 0 or given:
-        return Scores()
-
-    def scored(judge: nn.Module) -> tuple[Tensor, ...]:
-        if policy is None:
-            return full_score(judge, problem, temperature=objective.temperature)
-        return score(judge, problem, temperature=objective.temperature, policy=policy, chunk=chunk)
-
-    if reference_model is not None:
-        return Scores(ref_logp=scored(reference_model))
-    with adapters_off(model):
-        return Scores(ref_logp=scored(model))
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The base model under an adapter. Raises `InputError` for a model that has none to switch off."""
-    wrapper: Any = model
-    if not hasattr(wrapper, "disable_adapter"):
-        raise InputError(
-            "objective has beta > 0 but the problem has no ref_logp and the model no adapter to switch off: "
-            "give ref_logp, a reference_model, or beta=0"
-        )
-    with wrapper.disable_adapter():
-        yield
 
 
 def _require_trainable(model: nn.Module) -> None:

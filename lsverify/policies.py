@@ -5,6 +5,11 @@ prompt of P tokens the live tail keeps k of them in every branch, so the capture
 sweep returns the state term of the last m of these: the gradient is that of the objective with the prompt stopped at
 B - m. `layers` and `kinds` choose among the state's tensors once, at B; inside the prompt the sweep is complete.
 `roulette:p` sweeps with probability p and scales the state term by 1/p. `stale:n` captures once for n optimizer steps.
+
+A load-balancing loss (`Objective.aux_coef`) is a loss of prompt tokens too. Those before the stop, and under `detach` all
+before B, are constants: they count in its value and in the frozen choices, and their part of it has no gradient, so the
+state term that a policy leaves out includes that. `layers` and `kinds` choose at B and leave the part whole, `roulette`
+scales it as it does the rest of the sweep, and `stale` refuses the loss: its prompt was routed by older parameters.
 """
 
 from __future__ import annotations

@@ -28,6 +28,11 @@ DTYPES = {
 }
 
 
+def promoting() -> AbstractContextManager[Any]:
+    """Inside, requests for float32 are read as requests for float64, as in a model that computes in float64."""
+    return _Promoting()
+
+
 def weight_dtype(name: str) -> torch.dtype:
     """The dtype of the weights under a precision. Raises `InputError` for an unknown name."""
     if name not in DTYPES:

@@ -69,16 +69,23 @@ class Claim:
             return None
         policy = self.policy
 
-        def share(member: int, slot: Slot) -> float:
+        def swept(member: int) -> float:
             prompt = problem.prompt_hash(problem.group_of[member])
-            chosen = policy.carries(slot.layer, slot.kind)
-            return policy.scale(prompt, problem.seed or 0) if chosen else 0.0
+            return policy.scale(prompt, problem.seed or 0)
 
-        return Filter(boundary=policy.boundary, share=share)
+        def share(member: int, slot: Slot) -> float:
+            return swept(member) if policy.carries(slot.layer, slot.kind) else 0.0
+
+        return Filter(boundary=policy.boundary, share=share, swept=swept)
 
     def is_full(self, problem: Problem) -> bool:
         """Whether the claim on this problem is the whole gradient."""
         return self.carried(problem) is None and not any(map(self.stop, problem.prompt_lengths))
+
+    @property
+    def scored(self) -> int:
+        """Scoring rounds that the step cannot do without: one where a load-balancing loss needs its counts."""
+        return 1 if self.objective.aux_coef else 0
 
     @property
     def shares(self) -> bool:

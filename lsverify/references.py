@@ -21,11 +21,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.cache_utils import Cache
 
+from lsverify.auxiliary import Balance, Routed
 from lsverify.cache import Slot, map_state, new_cache
+from lsverify.errors import InputError
 from lsverify.objective import Objective, Plan, Scores, prepare
-from lsverify.paths import full_autograd, full_logits
+from lsverify.paths import full_autograd
 from lsverify.problems import Problem
 from lsverify.prompt import continue_from, unwrapped
+from lsverify.scoring import frozen_balance, full_logits
 from lsverify.span_masks import span_arguments
 from lsverify.spans import Spans
 
@@ -48,16 +51,20 @@ class Filter:
     """Which part of d loss / d z at the boundary a reference carries on into the prompt.
 
     boundary: B for a prompt of P tokens. share: for a response and a state tensor, what its cotangent is multiplied
-    by: 0 where the tensor is detached at B, 1 where it is carried, 1/p or 0 where a coin decides.
+    by: 0 where the tensor is detached at B, 1 where it is carried, 1/p or 0 where a coin decides. swept: for a response,
+    what the gradient of a loss of the prompt's own tokens before B is multiplied by: 1, or as the coin decides.
     """
 
     boundary: Callable[[int], int]
     share: Callable[[int, Slot], float]
+    swept: Callable[[int], float] = lambda _: 1.0
 
     def rest(self) -> Filter:
         """What this one leaves out."""
         return Filter(
-            boundary=self.boundary, share=lambda member, slot: 1.0 - self.share(member, slot)
+            boundary=self.boundary,
+            share=lambda member, slot: 1.0 - self.share(member, slot),
+            swept=lambda member: 1.0 - self.swept(member),
         )
 
     def of(self, cache: Cache, member: int) -> Cache:
@@ -114,10 +121,16 @@ def stopped_reference(
     """The gradient with prompt tokens before `stop(P)` held constant, and the part this leaves out.
 
     carried: what of d loss / d z reaches the prompt's other tokens, all of it if None. captured: the parameters under
-    which a response's constant tokens are evaluated, by name; the model's own if None.
+    which a response's constant tokens are evaluated, by name; the model's own if None. A load-balancing loss of
+    the prompt's own tokens goes with the copy that evaluates them.
     """
+    if captured is not None and objective.aux_coef:
+        raise InputError(
+            "a state kept over steps has no load-balancing loss of one step: use aux_coef=0"
+        )
     constant, live = _copy(model), _copy(model)
     plan = prepare(objective, problem, scores or Scores())
+    balance = frozen_balance(model, problem, objective)
 
     def logits(i: int) -> Tensor:
         start = stop(len(problem.prompt(i)))
@@ -126,15 +139,17 @@ def stopped_reference(
             pieces.insert(1, (live, carried.boundary(len(problem.prompt(i)))))
         return _in_pieces(model, problem, i, pieces, carried)
 
-    response = _accumulated(plan, len(problem), logits, live)
+    response = _accumulated(plan, len(problem), logits, live, _Shares(balance, problem, carried))
     state = _gradients(constant)
     if carried is not None:
-        left_out = _left_out(model, problem, plan, carried.rest())
+        left_out = _left_out(model, problem, plan, carried.rest(), balance)
         state = {name: _sum(g, left_out[name]) for name, g in state.items()}
     return Stopped(response=response, state=state)
 
 
-def _left_out(model: nn.Module, problem: Problem, plan: Plan, rest: Filter) -> Gradients:
+def _left_out(
+    model: nn.Module, problem: Problem, plan: Plan, rest: Filter, balance: Balance
+) -> Gradients:
     """The state term that a filter leaves out: through the whole prompt, evaluated with a copy of its own."""
     prompt, live = _copy(model), _copy(model)
 
@@ -142,7 +157,7 @@ def _left_out(model: nn.Module, problem: Problem, plan: Plan, rest: Filter) -> G
         boundary = rest.boundary(len(problem.prompt(i)))
         return _in_pieces(model, problem, i, [(prompt, boundary), (live, None)], rest)
 
-    _accumulated(plan, len(problem), logits, live)
+    _accumulated(plan, len(problem), logits, live, _Shares(balance, problem, rest))
     return _gradients(prompt)
 
 
@@ -166,7 +181,8 @@ def banded_reference(
         pieces: list[Piece] = [*zip(bands, ends, strict=True), (live, None)]
         return _in_pieces(model, problem, i, pieces, None)
 
-    response = _accumulated(plan, len(problem), logits, live)
+    balance = frozen_balance(model, problem, objective)
+    response = _accumulated(plan, len(problem), logits, live, _Shares(balance, problem, None))
     return response, [_gradients(band) for band in bands]
 
 
@@ -217,7 +233,8 @@ def split_gradient(
 
     Each module that holds parameters is evaluated with one copy at positions before the stop and with the other from
     there on. Valid where such modules work token by token on [1, T, ...] and keys and values are cached as they come
-    out of them; not for latent attention, which expands cached latents anew, nor for convolutions, scans and experts.
+    out of them; not for latent attention, which expands cached latents anew, nor for convolutions, scans and experts
+    (and so without their load-balancing loss).
     """
     constant, live = _copy(model), _copy(model)
     plan = prepare(objective, problem, Scores())
@@ -231,7 +248,7 @@ def split_gradient(
         kept: Tensor = output.logits[0, -length:]
         return kept
 
-    response = _accumulated(plan, len(problem), logits, live)
+    response = _accumulated(plan, len(problem), logits, live, _Shares(Balance(), problem, None))
     return Stopped(
         response=response, state={n: p.grad for n, p in constant.items() if p.requires_grad}
     )
@@ -295,17 +312,41 @@ def _gradients(copy: Mapping[str, Tensor]) -> Gradients:
     return {name: p.grad for name, p in copy.items() if p.requires_grad}
 
 
+@dataclass(frozen=True)
+class _Shares:
+    """The load-balancing loss of a response's pass, with the prompt's part of its gradient as the filter has it."""
+
+    balance: Balance
+    problem: Problem
+    carried: Filter | None
+
+    def added_to(self, loss: Tensor, routed: Routed, i: int) -> Tensor:
+        weights = self.balance.whole(i)
+        if self.carried is None or not self.balance:
+            return self.balance.added_to(loss, routed, weights)
+        differentiated = weights.clone()
+        boundary = self.carried.boundary(len(self.problem.prompt(i)))
+        differentiated[:boundary] *= self.carried.swept(i)
+        return self.balance.added_to(loss, routed, weights, differentiated)
+
+
 def _accumulated(
-    plan: Plan, count: int, logits: Callable[[int], Tensor], weights: Mapping[str, Tensor]
+    plan: Plan,
+    count: int,
+    logits: Callable[[int], Tensor],
+    weights: Mapping[str, Tensor],
+    shares: _Shares,
 ) -> Reference:
-    loss, log_probs = 0.0, []
+    total, log_probs = 0.0, []
     for i in range(count):
-        member = plan.member(i, logits(i))
-        member.loss.backward()
-        loss += member.loss.detach().item()
+        with shares.balance.watched() as routed:
+            member = plan.member(i, logits(i))
+        loss = shares.added_to(member.loss, routed, i)
+        loss.backward()
+        total += loss.detach().item()
         log_probs.append(member.logp.detach())
     gradients = {name: p.grad for name, p in weights.items() if p.requires_grad}
-    return Reference(gradients=gradients, loss=loss, log_probs=tuple(log_probs))
+    return Reference(gradients=gradients, loss=total, log_probs=tuple(log_probs))
 
 
 def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -325,19 +366,22 @@ def central_difference(
     """The loss's derivative along `direction` (by parameter name) at the current parameters, and its error estimate.
 
     Central differences at shrinking steps, extrapolated to step 0 (Richardson); the error estimate is the last
-    correction, infinite where a single step leaves nothing to correct. The parameters are restored exactly.
+    correction, infinite where a single step leaves nothing to correct. The parameters are restored exactly. The counts
+    of a load-balancing loss are those at the current parameters.
     """
-    plan = prepare(objective, problem, Scores())
+    plan, balance = prepare(objective, problem, Scores()), frozen_balance(model, problem, objective)
     parameters = dict(model.named_parameters())
     before = {name: parameters[name].clone() for name in direction}
 
     def loss_at(step: float) -> float:
         for name, along in direction.items():
             parameters[name].copy_(before[name] + step * along)
-        return sum(
-            plan.member(i, full_logits(model, problem, i)).loss.detach().item()
-            for i in range(len(problem))
-        )
+        return sum(map(loss_of, range(len(problem))))
+
+    def loss_of(i: int) -> float:
+        with balance.watched() as routed:
+            member = plan.member(i, full_logits(model, problem, i))
+        return balance.added_to(member.loss, routed, balance.whole(i)).item()
 
     try:
         row = [(loss_at(h) - loss_at(-h)) / (2 * h) for h in steps]

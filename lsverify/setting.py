@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from lsverify.auxiliary import routers_of
 from lsverify.cases import group_sizes
 from lsverify.evidence import CaseConfig
 from lsverify.models import build, derive
@@ -73,6 +74,8 @@ def make_setting(config: CaseConfig) -> Setting:
         quantised=config.quantised,
         tied=config.tied,
     )
+    if objective.aux_coef:
+        routers_of(model)  # a type that has no such loss is refused before anything runs
     model.train(config.training)
     with computing(model, config.dtype):
         if config.arch == SMOLLM2:

@@ -16,6 +16,7 @@ from lsverify.evidence import CaseConfig
 from lsverify.faults import FAULTS
 from lsverify.faults.honest import HONEST
 from lsverify.ladder import judge
+from lsverify.models import TINY
 from lsverify.strategies import profile
 
 DEEP = profile() == "deep"
@@ -40,7 +41,8 @@ def planted():
         for fault in FAULTS.values()
         for arch in (fault.architectures if DEEP else fault.architectures[:1])
     ]
-    return sorted(pairs, key=lambda pair: (DEFAULT_ARCHS.index(pair[0]), str(pair[1].options)))
+    order = (*DEFAULT_ARCHS, *TINY)
+    return sorted(pairs, key=lambda pair: (order.index(pair[0]), str(pair[1].options)))
 
 
 def honest():

@@ -75,6 +75,7 @@ def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> I
         claim.policy,
         chunk=config.chunk,
         branches=config.branches,
+        scored=claim.scored,
     )
     expected = [(p.rows * p.tokens, p.grad) for p in plan]
     seen = [(event.tokens, event.grad_enabled) for event in run.watch.forwards]
@@ -95,8 +96,8 @@ def _sharing(claim: Claim, problem: Problem, run: Run) -> Iterator[str]:
         return
     yield from _as_often_as_without_sharing(claim, problem, run)
     # Once to score, once to replay; a candidate may also recompute each branch.
-    most = ideal_work("longstraw", shared(problem), claim.policy, scored=2).tokens
-    dense = ideal_work("full_serial", shared(problem)).tokens
+    most = ideal_work("longstraw", shared(problem), claim.policy, scored=2 + claim.scored).tokens
+    dense = ideal_work("full_serial", shared(problem), scored=claim.scored).tokens
     if run.tokens.total > most and run.tokens.total >= dense:
         yield (
             f"{run.tokens.total} tokens forwarded where sharing the prompt needs at most {most} and the ordinary "
