@@ -16,6 +16,7 @@ SMALL = "--prompt-length 9 --group-size 2 --response-length 3,1".split()
 # What a command costs at its own size, and what is appended to it here. The last value of an option counts.
 APPENDED = {
     "gate": SMALL,
+    "ablate": "--lengths 9 --group-size 2 --response-length 3,1".split(),
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
 }
 # A pretrained model also in float64, stopped as well as full, is minutes: here it climbs two rungs with one policy.
@@ -60,7 +61,7 @@ def test_lsverify_command_runs(command, folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(folder))
     arguments = shlex.split(command)[1:]
     expected = next((code for part, code in EXIT_CODES.items() if part in command), 0)
-    if arguments in (["repeat"], ["table"]):
+    if arguments in (["repeat"], ["table"], ["alarms"]):
         arguments.append("--help")  # named in running text, not meant to be typed like this
     elif arguments[0] in APPENDED:
         arguments += APPENDED[arguments[0]]

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+
+from lsverify import alarms
+from lsverify.cli import run
+from lsverify.evidence import CaseConfig
+
+
+def test_honest_cases_take_every_architecture_before_the_next_seed():
+    found = list(islice(alarms.honest_cases(("llama", "mamba"), ("float32",)), 9))
+    assert [(c.arch, c.policy, c.seed) for c in found[:4]] == [
+        ("llama", "exact", 0),
+        ("llama", "detach", 0),
+        ("mamba", "exact", 0),
+        ("mamba", "detach", 0),
+    ]
+    assert found[4].seed == found[7].seed == 1
+    assert found[8].seed == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16-autocast", "bfloat16"])
+@pytest.mark.parametrize("arch", ["llama", "glm_moe_dsa"])
+def test_honest_runs_pass_and_a_layers_lost_state_does_not(arch, dtype):
+    runs = list(alarms.counted(2, (arch,), (dtype,)))
+    assert [(run.honest, run.reached) for run in runs] == [(True, True)] * 2 + [(False, False)]
+    assert "failed" in runs[-1].statuses
+
+
+def test_a_run_that_breaks_is_counted_and_said():
+    broken = alarms.alarm(CaseConfig(arch="llama", policy="kinds:latent", require="gradient"))
+    assert broken.wrong
+    assert "no kind 'latent'" in broken.detail
+
+
+def test_the_tally_counts_both_mistakes():
+    right = alarms.Alarm(
+        arch="llama",
+        dtype="float32",
+        policy="exact",
+        seed=0,
+        honest=True,
+        reached=True,
+        statuses=("proven", "undecidable"),
+    )
+    alarm, miss = (
+        right.model_copy(update={"reached": False}),
+        right.model_copy(update={"honest": False}),
+    )
+    tally = alarms.tally([right, alarm, miss])
+    assert tally.wrong(honest=True) == [alarm]
+    assert tally.wrong(honest=False) == [miss]
+    cells = [list(column.cells) for column in tally.table().columns]
+    assert cells == [["float32"], ["2"], ["1"], ["2"], ["1"], ["1"]]
+
+
+def test_the_command_writes_all_runs_and_tells_by_its_code(tmp_path, capsys):
+    file = tmp_path / "alarms.json"
+    given = ["alarms", "--arch", "llama", "--runs", "1", "--dtype", "float32", "--out", str(file)]
+    assert run(given) == 0
+    assert [one["honest"] for one in json.loads(file.read_text())["runs"]] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--runs", "0"], "runs 0 is not allowed"),
+        (["--dtype", "half"], "dtype 'half' is not known"),
+        (["--arch", "lama"], "architecture 'lama' is not known"),
+    ],
+)
+def test_bad_input_is_one_line_and_two(given, told, capsys):
+    assert run(["alarms", *given]) == 2
+    assert told in capsys.readouterr().err
