@@ -1,6 +1,7 @@
 """One thread for every test, and the tiny models at oracle precision, each built once."""
 
 import functools
+import sys
 from contextlib import ExitStack
 
 import pytest
@@ -48,3 +49,11 @@ def oracle(_oracles):
         assert weights_version(found) == before
         assert found.training
         take_gradients(found)
+
+
+@pytest.fixture
+def my_path_anew():
+    """README and docs each have a module of this name: what another test has imported is forgotten."""
+    sys.modules.pop("my_path", None)
+    yield
+    sys.modules.pop("my_path", None)

@@ -84,6 +84,7 @@ def test_honest_names_are_paths(name):
     assert load_candidate(f"lsverify.faults.honest:{name}") is getattr(honest, name)
 
 
+@pytest.mark.usefixtures("my_path_anew")
 @pytest.mark.parametrize(
     ("arch", "name"), [("llama", "step"), ("llama", "share"), ("qwen3_5", "share")]
 )

@@ -55,6 +55,7 @@ def test_commands_are_of_known_programs():
 
 
 @pytest.mark.xdist_group("readme")
+@pytest.mark.usefixtures("my_path_anew")
 @pytest.mark.parametrize("command", of_program("lsverify"))
 def test_lsverify_command_runs(command, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
