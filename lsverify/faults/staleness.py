@@ -49,7 +49,7 @@ FAULTS = (
         path=state_kept_over_an_update,
         report="CS-01",
         rung="optimizer_delta",
-        points_at=r"after two sgd steps",
+        points_at=r"after 3 sgd steps",
     ),
     Fault(
         path=state_of_another_adapter,

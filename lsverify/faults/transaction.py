@@ -104,6 +104,6 @@ FAULTS = (
         path=clipped_by_the_norm_of_a_shard,
         report="DR-11",
         rung="optimizer_delta",
-        points_at=r"after two sgd steps",
+        points_at=r"after 3 sgd steps",
     ),
 )
