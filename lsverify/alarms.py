@@ -44,7 +44,9 @@ class Alarm(BaseModel):
 
     @property
     def wrong(self) -> bool:
-        return self.honest != self.reached
+        """An honest run that is refused; a faulty one that anything but a failed `gradient` refuses, or nothing."""
+        caught = len(self.statuses) == 4 and self.statuses[3] == "failed"
+        return not self.reached if self.honest else not caught
 
 
 class Tally(BaseModel):
@@ -120,7 +122,7 @@ def _case(
 
 
 def alarm(case: CaseConfig) -> Alarm:
-    """Judge one case of either kind; an error of ours counts as a refusal."""
+    """Judge one case of either kind; an error of ours is wrong for both: it refuses the honest and catches nothing."""
     try:
         receipt = judge(case)
     except Exception as error:

@@ -146,10 +146,7 @@ def _judged(
 ) -> TensorResult:
     e, a = promoted(expected), promoted(actual)
     whole = _result(name, None, e, a, limits.of(name), floor)
-    parts = [
-        _resolved(_result(name, part, e, a, limits.of(name, part.label), floor), limits)
-        for part in slices
-    ]
+    parts = [_result(name, part, e, a, limits.of(name, part.label), floor) for part in slices]
     covered = sum(part.elements for part in parts)
     if parts and covered != whole.elements:
         raise InputError(
@@ -158,12 +155,6 @@ def _judged(
         )
     verdict = "mismatch" if any(p.verdict == "mismatch" for p in parts) else whole.verdict
     return replace(whole, verdict=verdict, parts=tuple(parts))
-
-
-def _resolved(part: TensorResult, limits: Limits) -> TensorResult:
-    """A slice that the precision cannot resolve shows nothing by itself."""
-    lost = part.verdict in ("match", "mismatch") and part.key in limits.unresolved
-    return replace(part, verdict="below_floor", share_over=None) if lost else part
 
 
 def _result(
@@ -219,14 +210,19 @@ def _status(findings: list[Finding], tensors: list[TensorResult], limits: Limits
     differing = [leaf for t in tensors for leaf in t.leaves if leaf.verdict == "mismatch"]
     if any(f.kind != "reference_non_finite" for f in findings):
         return "failed"
-    if any(leaf.key not in limits.inconsistent for leaf in differing):
+    if any(leaf.key not in limits.inconsistent and not _noise(leaf, limits) for leaf in differing):
         return "failed"
-    if findings or limits.inconsistent:
+    if findings or differing or limits.inconsistent:
         return "reference_inconsistent"
     verdicts = {t.verdict for t in tensors} - {"empty"}
     if verdicts == {"zero"}:
         return "proven_zero"
     return "proven" if "match" in verdicts else "vacuous"
+
+
+def _noise(leaf: TensorResult, limits: Limits) -> bool:
+    """Whether an error above the cap is one that the precision makes by itself."""
+    return leaf.severity * leaf.limit <= limits.noise.get(leaf.key, 0.0)
 
 
 def _blamed(

@@ -45,6 +45,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
     one_thread = threads(1 if is_small(config.arch) else None)
+    device = torch.get_default_device()
     try:
         with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
             return _judged(config, fresh, referee)
@@ -55,7 +56,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
             raise
         # No later case may meet what it left behind.
         _referee.cache_clear()
-        torch.set_default_device("cpu")
+        torch.set_default_device(device)
         setting = make_setting(config.model_copy(update=_NOT_OF_THE_SETTING))
         return unreadable(config, setting, error)
 

@@ -44,7 +44,8 @@ class Limits:
     per_tensor: limits by key, `name` or `name[slice]`.
     cap: the largest limit that may be measured; None for constant limits.
     inconsistent: key -> measured floor, where the floor lies above the cap.
-    unresolved: slices whose noise in this precision comes to the cap: they are judged with their tensor alone.
+    noise: key -> factor times the floor, where the cap cuts the limit below it. An error between the two passes nowhere and
+        accuses nobody: the precision is at fault.
     """
 
     relative: float = ORACLE_LIMIT
@@ -53,7 +54,7 @@ class Limits:
     per_tensor: Mapping[str, Limit] = field(default_factory=dict)
     cap: float | None = None
     inconsistent: Mapping[str, float] = field(default_factory=dict)
-    unresolved: frozenset[str] = frozenset()
+    noise: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("relative", self.relative), ("relative_floor", self.relative_floor)):
@@ -89,8 +90,8 @@ def measured_limits(
     The floor of a tensor (and of a slice) is ||r - o|| / max(||o||, relative_floor * ||all o||); one of
     fewer than 64 elements takes the median floor of all tensors where that is larger. A limit is at
     least 4 eps of `dtype` and at most `cap`. A tensor whose floor is above the cap, or whose reference
-    differs from the oracle in structure (distance infinite), is listed as inconsistent; a slice of which factor times
-    the floor is above the cap is listed as unresolved.
+    differs from the oracle in structure (distance infinite), is listed as inconsistent; one of which only factor times
+    the floor is above the cap is listed with that as its noise.
     Raises InputError for a dtype without eps, a factor below 1 or a cap outside [4 eps, 1).
     """
     if not dtype.is_floating_point:
@@ -106,13 +107,13 @@ def measured_limits(
     floors = {key: _floor(norms, absolute) for key, (norms, _) in (tensors | parts).items()}
     typical = statistics.median(floors[name] for name in tensors) if tensors else 0.0
     per_tensor: dict[str, Limit] = {}
-    unresolved = set()
+    noise: dict[str, float] = {}
     for key, (_, elements) in (tensors | parts).items():
         floor = max(floors[key], typical) if elements < FEW_ELEMENTS else floors[key]
-        if key in parts and not factor * floor <= cap:
-            unresolved.add(key)
-        elif not floor <= cap:
+        if not floor <= cap:
             inconsistent[key] = floor
+        elif factor * floor > cap:
+            noise[key] = factor * floor
         per_tensor[key] = _limit(factor, floor, least, cap, str(dtype).removeprefix("torch."))
     return Limits(
         relative=least,
@@ -121,7 +122,7 @@ def measured_limits(
         per_tensor=per_tensor,
         cap=cap,
         inconsistent=inconsistent,
-        unresolved=frozenset(unresolved),
+        noise=noise,
     )
 
 

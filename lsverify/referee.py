@@ -15,7 +15,6 @@ from lsverify.cache import Slot
 from lsverify.compare import Comparison, Limits, compare, measured_limits
 from lsverify.decisions import ChoiceMode
 from lsverify.evidence import CaseConfig
-from lsverify.limits import RELATIVE_FLOOR
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
 from lsverify.paths import StepResult, full_autograd, full_logits
@@ -38,9 +37,6 @@ from lsverify.trace import Trace
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
 FACTOR = 8.0
 CAPS = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
-# What rounds in an activation reaches every parameter at the size of the whole gradient: a tensor with a smaller share of
-# it than this many eps (a sixteenth in bfloat16) is compared as if it had that share.
-SMALL_EPS = 8
 # LongStraw's own limit on relative L2. A comparison that cannot resolve it is called out.
 MEANINGFUL = 1e-2
 
@@ -254,7 +250,6 @@ class Referee:
             cap=CAPS[floor],
             dtype=floor,
             slices=self.slices,
-            relative_floor=max(RELATIVE_FLOOR, SMALL_EPS * torch.finfo(floor).eps),
         )
 
     @cached_property

@@ -22,12 +22,41 @@ def test_honest_cases_take_every_architecture_before_the_next_seed():
     assert found[8].seed == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16-autocast", "bfloat16"])
-@pytest.mark.parametrize("arch", ["llama", "glm_moe_dsa"])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [
+        ("llama", "float32"),
+        ("llama", "bfloat16-autocast"),
+        ("llama", "bfloat16"),
+        ("glm_moe_dsa", "float32"),
+    ],
+)
 def test_honest_runs_pass_and_a_layers_lost_state_does_not(arch, dtype):
     runs = list(alarms.counted(2, (arch,), (dtype,)))
     assert [(run.honest, run.reached) for run in runs] == [(True, True)] * 2 + [(False, False)]
     assert "failed" in runs[-1].statuses
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16-autocast", "bfloat16"])
+def test_a_precision_too_coarse_for_a_model_accuses_no_honest_run_and_still_the_fault(dtype):
+    *honest, faulty = alarms.counted(2, ("glm_moe_dsa",), (dtype,))
+    assert all("failed" not in run.statuses for run in honest)
+    assert not faulty.wrong
+
+
+def test_a_fault_is_caught_by_a_failed_gradient_alone():
+    fault = alarms.Alarm(
+        arch="llama",
+        dtype="bfloat16",
+        policy=alarms.LOST,
+        seed=0,
+        honest=False,
+        reached=False,
+        statuses=("proven", "proven", "proven", "failed"),
+    )
+    assert not fault.wrong
+    for statuses in (("error",), ("proven", "proven", "proven", "reference_inconsistent")):
+        assert fault.model_copy(update={"statuses": statuses}).wrong
 
 
 def test_a_run_that_breaks_is_counted_and_said():

@@ -142,3 +142,12 @@ def test_a_tensor_that_differs_only_as_a_whole_is_still_reported():
     found = compare(e, {"w": e["w"] * 1.1}, limits=limits, slices={"w": thirds(100)})
     assert (found.status, found.worst_slice) == ("failed", None)
     assert "  w: relative L2 1.000e-01" in message(found)
+
+
+def test_an_error_that_the_precision_makes_by_itself_passes_nowhere_and_accuses_nobody():
+    oracle = gradients()
+    limits = measured_limits(oracle, noisy(oracle, 2e-3), factor=8.0, cap=1e-2, dtype=torch.float32)
+    assert limits.inconsistent == {}
+    assert all(limit.value == 1e-2 for limit in limits.per_tensor.values())
+    for size, status in ((5e-3, "proven"), (1.3e-2, "reference_inconsistent"), (4e-2, "failed")):
+        assert compare(oracle, noisy(oracle, size), limits=limits).status == status
