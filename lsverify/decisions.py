@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 _TOPK = {torch.topk, Tensor.topk}
 _ARGMAX = {torch.argmax, Tensor.argmax}
+_CHOOSES = _TOPK | _ARGMAX
 
 
 class ChoiceMode(TorchFunctionMode):
@@ -38,6 +39,8 @@ class ChoiceMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        if func not in _CHOOSES:
+            return result
         scores: Any = args[0] if args else kwargs.get("input")
         if func in _TOPK and _over_last(scores, _given(args, kwargs, 2, "dim", -1)):
             return self._topk(scores, _given(args, kwargs, 3, "largest", True), result)

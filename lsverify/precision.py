@@ -54,8 +54,19 @@ class _Promoting(TorchFunctionMode):
             return args[0].to(torch.float64)
         if func is torch.full and _defaults_to_float32(args, kwargs or {}):
             kwargs = {**(kwargs or {}), "dtype": torch.float64}
-        args = tuple(_promoted(arg) for arg in args)
-        return func(*args, **{name: _promoted(value) for name, value in (kwargs or {}).items()})
+        # A model makes a million calls, few of them with a dtype: what has none is passed on as it is.
+        if _asks_for_float32(args):
+            args = tuple(_promoted(arg) for arg in args)
+        if not kwargs:
+            return func(*args)
+        return func(*args, **{name: _promoted(value) for name, value in kwargs.items()})
+
+
+def _asks_for_float32(args: Sequence[Any]) -> bool:
+    for arg in args:
+        if arg is torch.float32:
+            return True
+    return False
 
 
 def _defaults_to_float32(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

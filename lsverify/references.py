@@ -72,8 +72,11 @@ class Filter:
 
         def weighted(slot: Slot, tensor: Tensor) -> Tensor:
             share = self.share(member, slot) if tensor.requires_grad else 1.0
+            if share == 1.0:
+                return tensor
+            # What is detached has no gradient, which is not the same as one of zero.
             constant = tensor.detach()
-            return tensor if share == 1.0 else constant + share * (tensor - constant)
+            return constant + share * (tensor - constant) if share else constant
 
         return map_state(cache, weighted)
 

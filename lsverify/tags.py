@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lsverify.spans import Spans
+
+# Elements from which on starting threads costs less than they save.
+BIG = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +44,17 @@ def weights_version(model: nn.Module) -> str:
     """A digest of the content of every parameter and buffer: any update changes it, however it was written."""
     digest = hashlib.sha256()
     names, tensors = zip(*_weights(model), strict=True)
-    # A checksum waits for memory and lets other threads run: on big models half the time is gone.
-    with ThreadPoolExecutor() as pool:
-        for name, checksum in zip(names, pool.map(fingerprint, tensors), strict=True):
-            digest.update(f"{name}:{checksum};".encode())
+    for name, checksum in zip(names, _fingerprints(tensors), strict=True):
+        digest.update(f"{name}:{checksum};".encode())
     return digest.hexdigest()[:12]
+
+
+def _fingerprints(tensors: Sequence[Tensor]) -> Sequence[int]:
+    """On big models by threads: a checksum waits for memory and lets others run, so half the time is gone."""
+    if sum(tensor.numel() for tensor in tensors) < BIG:
+        return [fingerprint(tensor) for tensor in tensors]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(fingerprint, tensors))
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -19,6 +19,7 @@ that depend on what they must not: order, chunking, batch mates, masked data, th
 opposite guard: the prompt does matter. With `test_parity`: one reference for one policy is one for all that equal it.
 """
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -56,11 +57,37 @@ MANY = Step(
 
 
 def gradient(setting, policy="exact", problem=None, **how):
-    """LongStraw's gradient; `how` it runs is chunk, 8 if nothing is said, and branches."""
+    """LongStraw's gradient; `how` it runs is chunk, 8 if nothing is said, and branches.
+
+    On the setting's own problem it is computed once: many identities have a side in common.
+    """
+    how = {"policy": policy, "chunk": 8} | how
+    if problem is not None:
+        return computed(setting, problem, how)
+    if KEPT and next(iter(KEPT))[0] != setting.config:
+        KEPT.clear()
+    key = setting.config, setting.problem.content_hash(), setting.objective, *sorted(how.items())
+    if key not in KEPT:
+        KEPT[key] = computed(setting, setting.problem, how)
+    return dict(KEPT[key])
+
+
+KEPT = {}
+
+
+def computed(setting, problem, how):
     take_gradients(setting.model)
-    given = (setting.model, problem or setting.problem, setting.objective)
-    longstraw(*given, policy=policy, **({"chunk": 8} | how))
+    longstraw(setting.model, problem, setting.objective, **how)
     return take_gradients(setting.model)
+
+
+def plus(left, right):
+    """The sum of two terms of a gradient, of which either may be absent."""
+    return left if right is None else right if left is None else left + right
+
+
+def minus(left, right):
+    return left if right is None else left - right
 
 
 def distance(expected, actual):
@@ -95,11 +122,9 @@ def test_response_term_and_state_term_sum_to_full(arch):
             gradient(setting, "exact"),
         )
         state = stopped_reference(*step, lambda length: length - 1).state
-    by_path = {name: g - detach[name] for name, g in exact.items() if detach[name] is not None}
+    by_path = {name: minus(g, detach[name]) for name, g in exact.items()}
     for case, term in (("reference", state), ("sweep", by_path)):
-        whole = {
-            name: g if term.get(name) is None else g + term[name] for name, g in detach.items()
-        }
+        whole = {name: plus(g, term.get(name)) for name, g in detach.items()}
         assert hold_equal(full, whole, f"{arch} state term of the {case}").status == "proven"
     # Neither term alone would do, so the sum has shown something.
     assert distance(full, detach) > 1e-2
@@ -114,7 +139,7 @@ def parts(setting, by):
     return [f"{by}:{one}" for one in sorted(numbers if by == "layers" else kinds)]
 
 
-@pytest.mark.parametrize("chunk", [3, 512])
+@pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("by", ["layers", "kinds"])
 def test_state_terms_of_a_partition_sum_to_the_whole(arch, by, chunk):
     with ONE.running(arch) as setting:
@@ -124,8 +149,7 @@ def test_state_terms_of_a_partition_sum_to_the_whole(arch, by, chunk):
     for one in found:
         for name, g in one.items():
             if g is not None:
-                term = g if detach[name] is None else g - detach[name]
-                total[name] = term if total[name] is None else total[name] + term
+                total[name] = plus(total[name], minus(g, detach[name]))
     assert hold_equal(exact, total, f"{arch} {by} at chunk {chunk}").status == "proven"
 
 
@@ -135,7 +159,7 @@ def test_roulette_is_exact_in_expectation_over_its_coin(arch, probability, monke
         exact, found = gradient(setting, "exact"), {}
         for up in (True, False):
             monkeypatch.setattr(policies, "coin_up", lambda *_, up=up: up)
-            found[up] = gradient(setting, f"roulette:{probability}")
+            found[up] = gradient(setting, f"roulette:{probability}", setting.problem)
     expected = {
         name: g if g is None else probability * g + (1 - probability) * down
         for (name, g), down in zip(found[True].items(), found[False].values(), strict=True)
@@ -170,7 +194,7 @@ def one_by_one(setting, problem, plan, policy):
             members = [i for i, its in enumerate(problem.group_of) if its == group]
             patch.setattr("lsverify.paths.prepare", lambda *_, own=members: part(plan, own))
             for name, g in gradient(setting, policy, problem=problem.select([group])).items():
-                total[name] = total[name] + g if name in total and g is not None else g
+                total[name] = plus(total.get(name), g)
     return total
 
 
@@ -186,7 +210,7 @@ def test_batch_is_the_sum_over_prompts_under_the_frozen_plan(arch, policy):
         ]
     assert hold_equal(whole, total, f"{arch} {policy}").status == "proven"
     # With plans of their own the prompts do not add up: what is frozen matters.
-    free = {n: None if g is None else sum(each[n] for each in alone) for n, g in whole.items()}
+    free = {name: functools.reduce(plus, [each[name] for each in alone]) for name in whole}
     assert distance(whole, free) > 1e-2
 
 
@@ -224,10 +248,10 @@ def test_equal_rewards_give_exactly_zero(arch, name):
         prompt_lengths=(9, 4), group_sizes=(2, 3), response_lengths=(2, 1), seed=14, rewards="equal"
     )
     with Step(spec=spec, objective=preset(name, beta=0.0)).running(arch) as setting:
-        full = full_reference(setting.model, setting.problem, setting.objective).gradients
         for policy in ZERO[name]:
-            found = compare(full, gradient(setting, policy), limits=Limits())
-            assert found.status == "proven_zero", policy
+            held = [g for g in gradient(setting, policy).values() if g is not None]
+            assert held, policy
+            assert not any(g.any() for g in held), policy
 
 
 def test_masked_slots_are_not_read(arch):
@@ -289,9 +313,10 @@ def test_chunk_size_changes_nothing(arch, policy):
 
 @pytest.mark.parametrize("policy", CHUNKS)
 def test_responses_replayed_together_change_nothing(arch, policy):
-    with MANY.running(arch) as setting:
+    three = replace(ONE, spec=ONE.spec.model_copy(update={"group_sizes": (3,)}))
+    with three.running(arch) as setting:
         singly = gradient(setting, policy)
-        for branches in (2, 3, 300):
+        for branches in (2, 300):
             found = gradient(setting, policy, branches=branches)
             label = f"{arch} {policy} {branches} branches"
             assert hold_equal(singly, found, label).status == "proven"
@@ -308,7 +333,7 @@ def test_policies_coincide_on_one_token_prompts(arch):
 
 @pytest.mark.parametrize("policy", ["exact", "detach"])
 def test_every_prompt_token_matters(arch, policy):
-    # Four layers of an eight-token window see 28 tokens back.
+    # Four layers of an eight-token window see 28 tokens back; gates that forget leave 1e-4 of the first token.
     with ONE.running(arch) as setting:
         (group,) = setting.problem.groups
         before = longstraw(setting.model, setting.problem, setting.objective, policy=policy)
@@ -318,6 +343,6 @@ def test_every_prompt_token_matters(arch, policy):
             prompt[place] = (prompt[place] + 1) % 97
             other = replace(setting.problem, groups=(replace(group, prompt=prompt),))
             after = longstraw(setting.model, other, setting.objective, policy=policy)
-            assert distance(expected, take_gradients(setting.model)) > 1e-3, place
+            assert distance(expected, take_gradients(setting.model)) > 1e-6, place
             with pytest.raises(AssertionError, match="log-probs differ"):
                 hold_log_probs(before.log_probs, after.log_probs, arch)

@@ -5,20 +5,23 @@ implementations change course: prompts of one token, chunks that end on, before 
 top-k selections and delta-net chunks that are just full, responses of one token, groups of one. Guards against code
 that is right only away from an edge. With `test_references`: each path trains what it claims to train.
 
-LSVERIFY_PROFILE=deep meets every prompt length from 1 to 200 at four seeds, so every seed at 40 lengths.
+LSVERIFY_PROFILE=deep meets every prompt length from 1 to 200 at four seeds, so every seed at 40 lengths; quick is for
+all architectures at once (--lsv-arch=all): each meets ten lengths, and together they meet all.
 """
 
 import pytest
 from hypothesis import given, target
 
+from lsverify.families import TINY
 from lsverify.objective import preset
 from lsverify.problems import ProblemSpec
 from lsverify.steps import Step, hold
 from lsverify.strategies import LONGEST, SEEDS, policies, register_profiles, steps
 
 PROFILE = register_profiles()
-# Every how many tokens a seed meets a prompt length; each seed begins elsewhere.
+# Every how many tokens a seed meets a prompt length; each seed and architecture begins elsewhere.
 STRIDE = {"quick": 200, "ci": 100, "deep": 5}[PROFILE]
+DRAWN = SEEDS // 2 if PROFILE == "quick" else SEEDS
 # Prompts of one problem of the sweep.
 PACK = 10
 # No clip, a KL term, and a baseline that leaves a group of one its reward: every response moves the gradient.
@@ -82,12 +85,13 @@ def test_exact_at_every_edge(arch, candidate):
         assert found.status == "proven", name
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", range(DRAWN))
 def test_exact_over_prompt_lengths(arch, seed, candidate):
-    lengths = range(1 + 37 * seed % STRIDE, LONGEST + 1, STRIDE)
+    place = list(TINY).index(arch) if arch in TINY else 0
+    lengths = range(1 + (37 * seed + 17 * place) % STRIDE, LONGEST + 1, STRIDE)
     for first in range(0, len(lengths), PACK):
         pack = tuple(lengths[first : first + PACK])
-        groups = tuple(2 if (seed + place) % 3 == 0 else 1 for place in range(len(pack)))
+        groups = tuple(2 if (seed + at) % 3 == 0 else 1 for at in range(len(pack)))
         responses = ((1, 3, 2), (2, 1), (4, 1, 1, 2))[seed % 3]
         chunk = (16, 64, 33, 200)[seed % 4]
         more = {"holes": seed % 3 == 0, "branches": 1 + seed % 2}
@@ -113,18 +117,19 @@ POLICIES = {
     "tail:300": 8,
     "tail:3+window:0": 5,
     "tail:3+window:6": 5,
-    "layers:0,2": 8,
-    "layers:1-3+window:7": 4,
-    "tail:2+layers:3": 64,
+    "layers:{first},{last}": 8,
+    "layers:{last}+window:7": 4,
+    "tail:2+layers:{last}": 64,
     "roulette:0.5": 8,
-    "roulette:0.5+layers:1": 8,
+    "roulette:0.5+layers:{first}": 8,
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies_at_chunk_edges(arch, policy):
-    chunk = POLICIES[policy]
-    hold(arch, step((18, 10), (2, 1), (1, 4, 2), chunk, seed=3, policy=policy))
+def test_policies_at_chunk_edges(arch, policy, stateful):
+    chunk, spec = POLICIES[policy], policy.format(first=stateful[0], last=stateful[-1])
+    prompts, groups = ((18,), (2,)) if PROFILE == "quick" else ((18, 10), (2, 1))
+    hold(arch, step(prompts, groups, (4, 1, 2), chunk, seed=3, policy=spec))
 
 
 @given(drawn=steps(policies=policies()))
