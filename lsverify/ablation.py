@@ -7,6 +7,7 @@ same problem's state term is taken apart by kind of state and by distance into t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import time
@@ -284,10 +285,11 @@ def _row(config: CaseConfig, policy: Policy, referee: Referee, paths: PathOf) ->
     setting = referee.setting
     step = (setting.model, setting.problem, setting.objective)
     path = paths(config)
-    run, again = recorded(path, *step), timed(path, *step)
+    record = functools.partial(recorded, path, *step)
+    run, again = record(), timed(path, *step)
     claim = claim_of(config, run.result, setting.objective)
     against_claim = referee.compared(claim, run.gradients)
-    rung = gradient(claim, run, (again,), referee, against_claim)
+    rung = gradient(claim, run, (again,), referee, against_claim, record)
     if run.error is not None:
         raised = f"the path raised {type(run.error).__name__}: {run.error}"
         return _empty(config, policy.spec, "error", raised), 0.0

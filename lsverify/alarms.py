@@ -1,6 +1,7 @@
 """False alarms and misses in the precisions that people train in, counted over many runs and all families.
 
-An honest run is LongStraw with the policy that it claims: whatever refuses it is a false alarm. A faulty one claims the
+An honest run is LongStraw with the policy that it claims: whatever accuses it is a false alarm; where the reference itself
+is further from the oracle than the cap, nobody is accused and nothing is passed, which is counted apart. A faulty one claims the
 whole gradient and sends nothing back through the state of one layer, which can be planted wherever there is a state:
 whatever passes it is a miss.
 """
@@ -16,7 +17,8 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 from torch import nn
 
-from lsverify.evidence import CaseConfig, CaseReceipt
+from lsverify.errors import PrecisionRefused
+from lsverify.evidence import HOLDS, CaseConfig, CaseReceipt
 from lsverify.ladder import judge
 from lsverify.objective import Objective
 from lsverify.paths import StepResult, longstraw
@@ -25,6 +27,7 @@ from lsverify.prompt import capture
 
 DTYPES = ("float32", "bfloat16-autocast", "bfloat16")
 POLICIES = ("exact", "detach")
+REFUSED = "refused"
 LOST = "exact without one layer's state"
 
 
@@ -44,9 +47,22 @@ class Alarm(BaseModel):
 
     @property
     def wrong(self) -> bool:
-        """An honest run that is refused; a faulty one that anything but a failed `gradient` refuses, or nothing."""
-        caught = len(self.statuses) == 4 and self.statuses[3] == "failed"
-        return not self.reached if self.honest else not caught
+        """An honest run that is accused; a faulty one that anything but a failed `gradient` refuses, or nothing."""
+        if self.refused:
+            return False
+        if self.honest:
+            return not self.reached and not self.too_coarse
+        return not (len(self.statuses) == 4 and self.statuses[3] == "failed")
+
+    @property
+    def too_coarse(self) -> bool:
+        """Whether the precision cannot tell: the reference itself is further from the oracle than the cap."""
+        return set(self.statuses) - HOLDS == {"reference_inconsistent"}
+
+    @property
+    def refused(self) -> bool:
+        """Whether the library's own code does not run in the precision, which the user is told in one line."""
+        return self.statuses == (REFUSED,)
 
 
 class Tally(BaseModel):
@@ -63,19 +79,19 @@ class Tally(BaseModel):
         return [run for run in self.runs if run.honest == honest and run.wrong]
 
     def table(self) -> Table:
-        """Runs by precision: how many, how many judged wrongly, how many decided by forced choices."""
+        """By precision and kind: how many runs, how many judged wrongly, decided by forced choices, not decided at all."""
         drawn = Table(
-            "precision", "honest runs", "false alarms", "undecidable", "faulty runs", "misses"
+            "precision", "runs", "of them", "judged wrongly", "undecidable", "too coarse", "refused"
         )
-        for dtype in dict.fromkeys(run.dtype for run in self.runs):
-            its = [run for run in self.runs if run.dtype == dtype]
-            honest = [run for run in its if run.honest]
+        for dtype, honest in product(dict.fromkeys(run.dtype for run in self.runs), (True, False)):
+            its = [run for run in self.runs if (run.dtype, run.honest) == (dtype, honest)]
             cells = (
-                len(honest),
-                sum(run.wrong for run in honest),
-                sum("undecidable" in run.statuses for run in honest),
-                len(its) - len(honest),
-                sum(run.wrong for run in its if not run.honest),
+                len(its),
+                "honest" if honest else "faulty",
+                sum(run.wrong for run in its),
+                sum("undecidable" in run.statuses for run in its),
+                sum(run.too_coarse for run in its),
+                sum(run.refused for run in its),
             )
             drawn.add_row(dtype, *map(str, cells))
         return drawn
@@ -133,7 +149,7 @@ def alarm(case: CaseConfig) -> Alarm:
             seed=case.seed,
             honest=case.candidate is None,
             reached=False,
-            statuses=("error",),
+            statuses=(REFUSED if isinstance(error, PrecisionRefused) else "error",),
             detail=f"{type(error).__name__}: {error}",
         )
     return Alarm(

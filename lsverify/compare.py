@@ -5,6 +5,7 @@ error is shown to be small: finite, over more than zero elements, and
 
     ||actual - expected|| <= limit * max(||expected||, relative_floor * ||all expected||)
 
+(in a precision too coarse for that, `expected` may be the reference in the same precision: see `Limits.native`).
 The second term is the absolute floor: a tensor whose true gradient is zero holds only rounding noise,
 whose size follows the gradient it was cancelled from, not its own norm. Where the allowance reaches
 the tensor's own norm a pass proves nothing, and the tensor is counted as `below_floor`.
@@ -23,7 +24,7 @@ from torch import Tensor
 from lsverify.attribution import kind_of, layer_of, message
 from lsverify.comparison import Comparison, Finding, TensorResult, Verdict, Worst
 from lsverify.errors import InputError
-from lsverify.limits import Gradients, Limit, Limits, Slices, measured_limits
+from lsverify.limits import Gradients, Limits, Slices, key_of, measured_limits
 from lsverify.norms import UNUSABLE, ZERO, Norms, all_finite, distance, norm, promoted, total
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def compare(
         limit_source=limits.source,
         relative_floor=limits.relative_floor,
         cap=limits.cap,
-        inconsistent=dict(limits.inconsistent),
+        inconsistent=_unresolved(tensors, limits),
     )
 
 
@@ -145,8 +146,8 @@ def _judged(
     slices: Sequence[Slice],
 ) -> TensorResult:
     e, a = promoted(expected), promoted(actual)
-    whole = _result(name, None, e, a, limits.of(name), floor)
-    parts = [_result(name, part, e, a, limits.of(name, part.label), floor) for part in slices]
+    whole = _result(name, None, e, a, limits, floor)
+    parts = [_result(name, part, e, a, limits, floor) for part in slices]
     covered = sum(part.elements for part in parts)
     if parts and covered != whole.elements:
         raise InputError(
@@ -158,14 +159,16 @@ def _judged(
 
 
 def _result(
-    name: str, part: Slice | None, e: Tensor, a: Tensor, limit: Limit, floor: float
+    name: str, part: Slice | None, e: Tensor, a: Tensor, limits: Limits, floor: float
 ) -> TensorResult:
     label = part.label if part else None
+    limit = limits.of(name, label)
     pe, pa = (e[part.index], a[part.index]) if part else (e, a)
     difference = pa - pe
     norms = Norms(norm(difference), norm(pe), norm(pa))
     allowance = limit.value * max(norms.expected, floor)
-    verdict = _verdict(pe.numel(), norms, allowance)
+    beside = _beside_native(name, part, pa, limits)
+    verdict = _verdict(pe.numel(), norms, allowance, beside)
     worst = share = None
     if pe.numel():
         at = int(difference.abs().argmax())
@@ -193,15 +196,27 @@ def _result(
         verdict=verdict,
         worst=worst,
         share_over=share,
+        native_error=beside,
     )
 
 
-def _verdict(elements: int, norms: Norms, allowance: float) -> str:
+def _beside_native(name: str, part: Slice | None, actual: Tensor, limits: Limits) -> float | None:
+    """The distance to the reference in the case's own precision, where that may stand in for the oracle."""
+    native = limits.native.get(name)
+    if native is None or key_of(name, part.label if part else None) not in limits.noise:
+        return None
+    narrow = promoted(native)
+    narrow = narrow[part.index] if part else narrow
+    return norm(actual - narrow) if narrow.shape == actual.shape else None
+
+
+def _verdict(elements: int, norms: Norms, allowance: float, beside: float | None) -> str:
     if elements == 0:
         return "empty"
     if norms.expected == 0 and norms.actual == 0:
         return "zero"
-    if not (math.isfinite(norms.error) and norms.error <= allowance):
+    error = norms.error if beside is None else min(norms.error, beside)
+    if not (math.isfinite(error) and error <= allowance):
         return "mismatch"
     return "match" if allowance < norms.expected else "below_floor"
 
@@ -210,9 +225,9 @@ def _status(findings: list[Finding], tensors: list[TensorResult], limits: Limits
     differing = [leaf for t in tensors for leaf in t.leaves if leaf.verdict == "mismatch"]
     if any(f.kind != "reference_non_finite" for f in findings):
         return "failed"
-    if any(leaf.key not in limits.inconsistent and not _noise(leaf, limits) for leaf in differing):
+    if any(not _noise(leaf, limits) for leaf in differing):
         return "failed"
-    if findings or differing or limits.inconsistent:
+    if findings or differing or _unresolved(tensors, limits):
         return "reference_inconsistent"
     verdicts = {t.verdict for t in tensors} - {"empty"}
     if verdicts == {"zero"}:
@@ -223,6 +238,17 @@ def _status(findings: list[Finding], tensors: list[TensorResult], limits: Limits
 def _noise(leaf: TensorResult, limits: Limits) -> bool:
     """Whether an error above the cap is one that the precision makes by itself."""
     return leaf.severity * leaf.limit <= limits.noise.get(leaf.key, 0.0)
+
+
+def _unresolved(tensors: Iterable[TensorResult], limits: Limits) -> dict[str, float]:
+    """What the oracle cannot judge, as its floor is above the cap, and the reference in the same precision did not settle."""
+    settled = {
+        each.key
+        for tensor in tensors
+        for each in (tensor, *tensor.parts)
+        if each.native_error is not None and each.native_error <= each.allowance
+    }
+    return {key: floor for key, floor in limits.inconsistent.items() if key not in settled}
 
 
 def _blamed(

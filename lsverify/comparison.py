@@ -38,7 +38,8 @@ class TensorResult:
     """One tensor, or one slice of it. verdict: match, mismatch, below_floor, zero, empty.
 
     `zero`: both sides exactly zero. `share_over`: of a mismatch, the share of elements whose error
-    is above allowance / sqrt(elements).
+    is above allowance / sqrt(elements). `native_error`: the distance to the reference in the case's own precision, where
+    that may stand in for the oracle.
     """
 
     name: str
@@ -60,6 +61,7 @@ class TensorResult:
     verdict: str
     worst: Worst | None
     share_over: float | None
+    native_error: float | None = None
     parts: tuple[TensorResult, ...] = ()
 
     @property

@@ -13,3 +13,7 @@ class StalePromptState(InputError):
 
 class NotShareable(InputError):
     """The prompt's state depends on more than the prompt, so responses cannot share one capture."""
+
+
+class PrecisionRefused(InputError):
+    """The library's own code does not run in the precision that was asked for."""

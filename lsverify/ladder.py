@@ -124,7 +124,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
     if "forward" in wanted:
         rungs.append(forward(claim, run, referee, record))
     if "gradient" in wanted:
-        rungs.append(gradient(held_to, run, (again, weight), referee, against_claim))
+        rungs.append(gradient(held_to, run, (again, weight), referee, against_claim, record))
     if "optimizer_delta" in wanted:
         rungs.append(_optimizer(fresh, held_to, referee, run))
     rungs += [

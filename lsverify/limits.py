@@ -25,6 +25,8 @@ FEWEST_EPS = 4
 FEW_ELEMENTS = 64
 
 Gradients = Mapping[str, Tensor | None]
+# Norms and count of elements of each tensor or slice.
+Measured = dict[str, tuple[Norms, int]]
 Slices = Mapping[str, Sequence["Slice"]]
 
 
@@ -46,6 +48,8 @@ class Limits:
     inconsistent: key -> measured floor, where the floor lies above the cap.
     noise: key -> factor times the floor, where the cap cuts the limit below it. An error between the two passes nowhere and
         accuses nobody: the precision is at fault.
+    native: the reference in the case's own precision. For what `noise` names it may stand in for the oracle, within the
+        same limit: rounding that both sides share then is not counted against either.
     """
 
     relative: float = ORACLE_LIMIT
@@ -55,6 +59,7 @@ class Limits:
     cap: float | None = None
     inconsistent: Mapping[str, float] = field(default_factory=dict)
     noise: Mapping[str, float] = field(default_factory=dict)
+    native: Gradients = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in (("relative", self.relative), ("relative_floor", self.relative_floor)):
@@ -77,7 +82,7 @@ def key_of(name: str, label: str | None) -> str:
 def measured_limits(
     oracle: Gradients,
     reference: Gradients,
-    *,
+    *orders: Gradients,
     factor: float,
     cap: float,
     dtype: torch.dtype,
@@ -86,12 +91,13 @@ def measured_limits(
 ) -> Limits:
     """Limits from the floor of a precision: factor times the distance of the reference in it to the oracle.
 
-    oracle, reference: the same reference's gradients, at oracle precision and computed in `dtype`.
-    The floor of a tensor (and of a slice) is ||r - o|| / max(||o||, relative_floor * ||all o||); one of
+    oracle, reference: the same reference's gradients, at oracle precision and computed in `dtype`; orders: the same
+    once more, computed in another order. The floor of a tensor (and of a slice) is the largest over reference and
+    orders of ||r - o|| / max(||o||, relative_floor * ||all o||); one of
     fewer than 64 elements takes the median floor of all tensors where that is larger. A limit is at
     least 4 eps of `dtype` and at most `cap`. A tensor whose floor is above the cap, or whose reference
-    differs from the oracle in structure (distance infinite), is listed as inconsistent; one of which only factor times
-    the floor is above the cap is listed with that as its noise.
+    differs from the oracle in structure (distance infinite), is listed as inconsistent; one of which factor times the
+    floor is above the cap is listed with that as its noise.
     Raises InputError for a dtype without eps, a factor below 1 or a cap outside [4 eps, 1).
     """
     if not dtype.is_floating_point:
@@ -103,6 +109,10 @@ def measured_limits(
             f"allowed are factor >= 1 and {least:.3g} <= cap < 1"
         )
     tensors, parts, inconsistent = _distances(oracle, reference, slices or {})
+    for order in orders:
+        again = _distances(oracle, order, slices or {})
+        _raise(tensors, again[0])
+        _raise(parts, again[1])
     absolute = relative_floor * math.hypot(*(norms.expected for norms, _ in tensors.values()))
     floors = {key: _floor(norms, absolute) for key, (norms, _) in (tensors | parts).items()}
     typical = statistics.median(floors[name] for name in tensors) if tensors else 0.0
@@ -112,7 +122,7 @@ def measured_limits(
         floor = max(floors[key], typical) if elements < FEW_ELEMENTS else floors[key]
         if not floor <= cap:
             inconsistent[key] = floor
-        elif factor * floor > cap:
+        if not factor * floor <= cap:
             noise[key] = factor * floor
         per_tensor[key] = _limit(factor, floor, least, cap, str(dtype).removeprefix("torch."))
     return Limits(
@@ -123,7 +133,15 @@ def measured_limits(
         cap=cap,
         inconsistent=inconsistent,
         noise=noise,
+        native=reference,
     )
+
+
+def _raise(known: Measured, again: Measured) -> None:
+    """Keep the larger error of the two."""
+    for key, (norms, elements) in again.items():
+        if key in known and norms.error > known[key][0].error:
+            known[key] = norms, elements
 
 
 def _floor(norms: Norms, absolute: float) -> float:
@@ -138,9 +156,6 @@ def _limit(factor: float, floor: float, least: float, cap: float, precision: str
     if not value <= cap:
         return Limit(cap, f"cap of {precision}, as {source} is more")
     return Limit(value, source)
-
-
-Measured = dict[str, tuple[Norms, int]]
 
 
 def _distances(

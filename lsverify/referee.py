@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lsverify.cache import Slot
 from lsverify.compare import Comparison, Limits, compare, measured_limits
 from lsverify.decisions import ChoiceMode
+from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
@@ -25,6 +26,7 @@ from lsverify.references import (
     Filter,
     Gradients,
     Reference,
+    Stopped,
     full_reference,
     stopped_reference,
 )
@@ -37,6 +39,9 @@ from lsverify.trace import Trace
 # Native limits: this many times the reference's own distance to the oracle, and never above the cap of the dtype.
 FACTOR = 8.0
 CAPS = {torch.float32: 1e-2, torch.bfloat16: 1e-1}
+# Rounding depends on the order of a computation: the floor is the largest over the reference as it is and evaluated in
+# so many parts. One order alone may be lucky: a router's gradient has come out nine times as exact as in most others.
+PARTS = (2, 5)
 # LongStraw's own limit on relative L2. A comparison that cannot resolve it is called out.
 MEANINGFUL = 1e-2
 
@@ -150,6 +155,27 @@ class Referee:
             return self.oracle(claim)
         return self._reference(self.setting.model, claim, self.setting.problem, "native")
 
+    def orders(self, claim: Claim) -> list[Reference]:
+        """The claimed reference in the case's own precision, computed in several orders that differ in rounding alone.
+
+        Only as it is where the model's prompt cannot be evaluated in parts.
+        """
+        key = ("orders", *self._key(claim, self.setting.problem, "native"))
+        if key not in self._memo:
+            self._memo[key] = [self.native(claim), *self._in_parts(claim)]
+        found: list[Reference] = self._memo[key]
+        return found
+
+    def _in_parts(self, claim: Claim) -> Iterator[Reference]:
+        setting = self.setting
+        try:
+            self.require_shareable()
+        except InputError:
+            return
+        for parts in PARTS:
+            with self._native_choices("parts"):
+                yield _stopped(setting.model, claim, setting.problem, parts=parts).response
+
     def _reference(self, model: nn.Module, claim: Claim, problem: Problem, side: str) -> Reference:
         key = self._key(claim, problem, side)
         if key not in self._memo:
@@ -162,14 +188,15 @@ class Referee:
 
     @contextmanager
     def _native_choices(self, side: str) -> Iterator[None]:
-        """In float64 a router chooses as in the case's precision: experts are compared as such, values under them."""
+        """Elsewhere a router chooses as in the case's precision: experts are compared as such, values under them."""
         setting = self.setting
         if side == "native" or setting.oracle is setting.model or not self._chooses:
             yield
             return
         trace = self.full_run.trace
         assert trace is not None
-        with Trace(setting.oracle, setting.problem, forced=trace.choices):
+        model = setting.oracle if side == "oracle" else setting.model
+        with Trace(model, setting.problem, forced=trace.choices):
             yield
 
     @cached_property
@@ -210,7 +237,9 @@ class Referee:
         if claim.is_full(self.setting.problem):
             return
         for side in ("oracle", "native"):
-            self._memo.pop(self._key(claim, self.setting.problem, side), None)
+            key = self._key(claim, self.setting.problem, side)
+            self._memo.pop(key, None)
+            self._memo.pop(("orders", *key), None)
 
     def gradient_at(
         self,
@@ -238,14 +267,15 @@ class Referee:
         dtype = weight_dtype(self.setting.config.dtype)
         if dtype == torch.float64:
             return Limits()
-        return self.measured(self.oracle(claim).gradients, self.native(claim).gradients)
+        orders = [order.gradients for order in self.orders(claim)]
+        return self.measured(self.oracle(claim).gradients, *orders)
 
-    def measured(self, oracle: Gradients, native: Gradients) -> Limits:
-        """Limits for the case's precision from one quantity computed in it and in float64."""
+    def measured(self, oracle: Gradients, *native: Gradients) -> Limits:
+        """Limits for the case's precision from one quantity computed in float64 and, in one order or several, in it."""
         floor = floor_dtype(self.setting.config.dtype)
         return measured_limits(
             oracle,
-            native,
+            *native,
             factor=FACTOR,
             cap=CAPS[floor],
             dtype=floor,
@@ -277,11 +307,26 @@ def _computed(
             require_uncut(claim.policy, len(group.prompt), group.spans)
     if claim.is_full(problem):
         return full_reference(model, problem, claim.objective), None
-    carried = claim.carried(problem)
-    stopped = stopped_reference(
-        model, problem, claim.objective, claim.stop, carried=carried, captured=captured
-    )
+    stopped = _stopped(model, claim, problem, captured)
     return stopped.response, stopped.total()
+
+
+def _stopped(
+    model: nn.Module,
+    claim: Claim,
+    problem: Problem,
+    captured: Captured | None = None,
+    parts: int = 1,
+) -> Stopped:
+    return stopped_reference(
+        model,
+        problem,
+        claim.objective,
+        claim.stop,
+        carried=claim.carried(problem),
+        captured=captured,
+        parts=parts,
+    )
 
 
 def floor_dtype(name: str) -> torch.dtype:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,10 +121,11 @@ def stopped_reference(
     *,
     carried: Filter | None = None,
     captured: Callable[[int], Mapping[str, Tensor]] | None = None,
+    parts: int = 1,
 ) -> Stopped:
     """The gradient with prompt tokens before `stop(P)` held constant, and the part this leaves out.
 
-    carried: what of d loss / d z reaches the prompt's other tokens, all of it if None. captured: the parameters under
+    parts: how many passes a stretch of tokens is evaluated in, one after the other; only rounding depends on it. carried: what of d loss / d z reaches the prompt's other tokens, all of it if None. captured: the parameters under
     which a response's constant tokens are evaluated, by name; the model's own if None. A load-balancing loss of
     the prompt's own tokens goes with the copy that evaluates them.
     """
@@ -140,7 +142,7 @@ def stopped_reference(
         pieces: list[Piece] = [(captured(i) if captured else constant, start), (live, None)]
         if carried is not None:
             pieces.insert(1, (live, carried.boundary(len(problem.prompt(i)))))
-        return _in_pieces(model, problem, i, pieces, carried)
+        return _in_pieces(model, problem, i, pieces, carried, parts)
 
     response = _accumulated(plan, len(problem), logits, live, _Shares(balance, problem, carried))
     state = _gradients(constant)
@@ -195,25 +197,37 @@ def _in_pieces(
     i: int,
     pieces: Sequence[Piece],
     carried: Filter | None,
+    parts: int = 1,
 ) -> Tensor:
-    """Logits [R_i, V] from one graph over (weights, end) pieces of response i's tokens; the filter before the last."""
+    """Logits [R_i, V] from one graph over (weights, end) pieces of response i's tokens; the filter before the last.
+
+    Each piece in `parts` passes, where no span forbids it.
+    """
     tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
     continuing, spans = _Continuing(model), problem.spans(i)
     cache: Cache = new_cache(unwrapped(model).config)
-    logits = torch.empty(0)
+    answered = len(tokens) - length
+    logits: list[Tensor] = []
     start = 0
     for weights, end in pieces:
-        piece = tokens[start:end]
         if end is None and carried is not None:
             cache = carried.of(cache, i)
-        if len(piece):
-            named = {f"model.{name}": value for name, value in weights.items()}
-            keep = length if end is None else 1
-            logits, cache = functional_call(
-                continuing, named, args=(piece, cache, start, keep, spans)
+        named = {f"model.{name}": value for name, value in weights.items()}
+        stop = len(tokens) if end is None else end
+        for at, to in _stretches(start, stop, 1 if spans else parts):
+            kept = max(to - max(at, answered), 0)
+            found, cache = functional_call(
+                continuing, named, args=(tokens[at:to], cache, at, max(kept, 1), spans)
             )
-        start = end or 0
-    return logits
+            logits += [found] if kept else []
+        start = stop
+    return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+
+def _stretches(start: int, stop: int, parts: int) -> Iterator[tuple[int, int]]:
+    """What is from start to stop, in at most `parts` even stretches of one token or more."""
+    edges = [start + (stop - start) * part // parts for part in range(parts + 1)]
+    return ((at, to) for at, to in pairwise(edges) if at < to)
 
 
 class _Continuing(nn.Module):

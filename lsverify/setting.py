@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lsverify.auxiliary import routers_of
 from lsverify.cases import group_sizes
+from lsverify.errors import PrecisionRefused
 from lsverify.evidence import CaseConfig
 from lsverify.models import build, derive
 from lsverify.objective import Objective
@@ -78,6 +79,7 @@ def make_setting(config: CaseConfig) -> Setting:
         routers_of(model)  # a type that has no such loss is refused before anything runs
     model.train(config.training)
     with computing(model, config.dtype):
+        _require_running(model, config)
         if config.arch == SMOLLM2:
             drawn = _text_problems(config, model)
         else:
@@ -98,6 +100,21 @@ def make_setting(config: CaseConfig) -> Setting:
     return Setting(
         config=config, model=model, objective=objective, problem=first, second=_unread(second)
     )
+
+
+def _require_running(model: nn.Module, config: CaseConfig) -> None:
+    """Raises `PrecisionRefused` where the library's own code does not run in the precision: some mix dtypes in one product."""
+    if not config.dtype.startswith("bfloat16"):
+        return
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, config.prompt_length, dtype=torch.long), use_cache=False)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        raise PrecisionRefused(
+            f"{config.arch} does not run in {config.dtype}: its forward pass in transformers raises {said!r}: "
+            "use --dtype float64 or float32"
+        ) from None
 
 
 def _drawn_problems(config: CaseConfig, vocab_size: int) -> tuple[Problem, Problem]:

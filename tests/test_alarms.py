@@ -59,6 +59,27 @@ def test_a_fault_is_caught_by_a_failed_gradient_alone():
         assert fault.model_copy(update={"statuses": statuses}).wrong
 
 
+def test_a_precision_that_cannot_tell_is_neither_an_alarm_nor_a_catch():
+    coarse = alarms.Alarm(
+        arch="llama",
+        dtype="bfloat16",
+        policy="exact",
+        seed=0,
+        honest=True,
+        reached=False,
+        statuses=("proven", "proven", "undecidable", "reference_inconsistent"),
+    )
+    assert (coarse.wrong, coarse.too_coarse) == (False, True)
+    assert coarse.model_copy(update={"statuses": ("proven", "failed")}).wrong
+    assert coarse.model_copy(update={"honest": False}).wrong
+
+
+def test_a_model_that_the_library_does_not_run_in_a_precision_is_refused_in_one_line():
+    found = alarms.alarm(CaseConfig(arch="xlstm", dtype="bfloat16", policy="exact"))
+    assert (found.refused, found.wrong) == (True, False)
+    assert "xlstm does not run in bfloat16" in found.detail
+
+
 def test_a_run_that_breaks_is_counted_and_said():
     broken = alarms.alarm(CaseConfig(arch="llama", policy="kinds:latent", require="gradient"))
     assert broken.wrong
@@ -83,7 +104,16 @@ def test_the_tally_counts_both_mistakes():
     assert tally.wrong(honest=True) == [alarm]
     assert tally.wrong(honest=False) == [miss]
     cells = [list(column.cells) for column in tally.table().columns]
-    assert cells == [["float32"], ["2"], ["1"], ["2"], ["1"], ["1"]]
+    honest_and_faulty = [
+        ["float32"] * 2,
+        ["2", "1"],
+        ["honest", "faulty"],
+        ["1", "1"],
+        ["2", "1"],
+        ["0", "0"],
+        ["0", "0"],
+    ]
+    assert cells == honest_and_faulty
 
 
 def test_the_command_writes_all_runs_and_tells_by_its_code(tmp_path, capsys):

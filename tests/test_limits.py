@@ -151,3 +151,37 @@ def test_an_error_that_the_precision_makes_by_itself_passes_nowhere_and_accuses_
     assert all(limit.value == 1e-2 for limit in limits.per_tensor.values())
     for size, status in ((5e-3, "proven"), (1.3e-2, "reference_inconsistent"), (4e-2, "failed")):
         assert compare(oracle, noisy(oracle, size), limits=limits).status == status
+
+
+def test_where_the_cap_cuts_the_limit_the_reference_in_the_same_precision_may_stand_in():
+    oracle = gradients()
+    native = noisy(oracle, 0.2)
+    limits = measured(oracle, native)
+    assert limits.inconsistent
+    rounded = noisy(native, 1e-4)
+    assert compare(oracle, rounded, limits=limits).status == "proven"
+    # Neither near the one nor near the other, and not beyond what the precision does by itself.
+    other = noisy(native, 0.05)
+    assert compare(oracle, other, limits=limits).status == "reference_inconsistent"
+    wrong = {name: 5 * g for name, g in native.items()}
+    assert compare(oracle, wrong, limits=limits).status == "failed"
+
+
+def test_the_native_reference_excuses_nothing_that_can_be_measured():
+    oracle = gradients()
+    native = noisy(oracle, 1e-5)
+    limits = measured(oracle, native)
+    assert not limits.noise
+    wrong = noisy(native, 5e-4)
+    assert compare(oracle, wrong, limits=limits).status == "failed"
+
+
+def test_the_floor_is_the_largest_over_the_orders_of_a_computation():
+    oracle = gradients()
+    lucky, usual = noisy(oracle, 1e-7, seed=1), noisy(oracle, 1e-5, seed=2)
+    other = noisy(oracle, 2e-5, seed=3)
+    assert compare(oracle, other, limits=measured(oracle, lucky)).status == "failed"
+    options = {"factor": 10, "cap": 1e-3, "dtype": torch.float32}
+    both = measured_limits(oracle, lucky, usual, **options)
+    assert compare(oracle, other, limits=both).status == "proven"
+    assert both.per_tensor == measured_limits(oracle, usual, lucky, **options).per_tensor

@@ -287,23 +287,27 @@ def test_a_flip_inside_its_margin_does_not_excuse_other_values(chooser):
     assert found.status == "failed"
 
 
+def never(**_):
+    raise AssertionError("run again though no decision flipped")
+
+
 def test_a_second_run_decides_whether_a_path_repeats_itself(judge):
     setting = judge.setting
     step = (setting.model, setting.problem, setting.objective)
     run, again = record(judge, full_autograd), timed(full_autograd, *step)
     held = claim(judge, run)
     same = judge.compared(held, run.gradients)
-    assert gradient(held, run, (again,), judge, same).status == "proven"
+    assert gradient(held, run, (again,), judge, same, never).status == "proven"
 
     name = "model.norm.weight"
     other = replace(again, gradients=again.gradients | {name: again.gradients[name] * (1 + 1e-6)})
-    found = gradient(held, run, (other,), judge, same)
+    found = gradient(held, run, (other,), judge, same, never)
     assert found.status == "nondeterministic"
     assert found.measure > found.limit
     assert "to the reference" not in found.detail
 
     missing = replace(again, gradients=again.gradients | {name: None})
-    assert gradient(held, run, (missing,), judge, same).status == "nondeterministic"
+    assert gradient(held, run, (missing,), judge, same, never).status == "nondeterministic"
 
 
 def test_a_gradient_that_is_not_finite_is_a_failure_and_not_noise(judge):
@@ -311,7 +315,7 @@ def test_a_gradient_that_is_not_finite_is_a_failure_and_not_noise(judge):
     name = "model.norm.weight"
     bad = replace(run, gradients=run.gradients | {name: run.gradients[name] * float("nan")})
     held = claim(judge, bad)
-    found = gradient(held, bad, (bad,), judge, judge.compared(held, bad.gradients))
+    found = gradient(held, bad, (bad,), judge, judge.compared(held, bad.gradients), never)
     assert found.status == "failed"
     assert f"{name}: 48 of 48 values are not finite" in found.detail
 

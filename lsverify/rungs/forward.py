@@ -101,7 +101,8 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
     where, actual = seen
     limits = Limits(relative=ORACLE_LIMIT)
     if dtype != torch.float64:
-        limits = referee.measured(_named(expected), _named(referee.native(claim).log_probs))
+        orders = [_named(order.log_probs) for order in referee.orders(claim)]
+        limits = referee.measured(_named(expected), *orders)
     faults = [*_wrong_shapes(expected, actual, where)]
     if faults:
         return Rung(name="forward", status="failed", detail="; ".join(faults))

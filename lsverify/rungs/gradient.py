@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lsverify.compare import Comparison, Limits, compare, message
 from lsverify.evidence import Rung, Status
 from lsverify.observe import Run
 from lsverify.referee import Claim, Referee
 from lsverify.references import Gradients
+from lsverify.rungs.forward import Flips
 
 
 def gradient(
-    claim: Claim, run: Run, later: Sequence[Run], referee: Referee, comparison: Comparison
+    claim: Claim,
+    run: Run,
+    later: Sequence[Run],
+    referee: Referee,
+    comparison: Comparison,
+    rerun: Callable[..., Run],
 ) -> Rung:
-    """The comparison's verdict, unless the path disagrees with itself or the reference with its own parts."""
+    """The comparison's verdict, unless the path disagrees with itself or the reference with its own parts.
+
+    Where decisions flipped inside their margin, `rerun(forced=...)` is compared under the reference's decisions.
+    """
     if run.error is not None:
         return Rung(name="gradient", status="not_run", detail="the path raised an error")
 
@@ -46,6 +55,12 @@ def gradient(
     if comparison.passed:
         worst = comparison.worst_parameter
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
+    flips = Flips(run, referee)
+    if flips.undecided and not flips.real:
+        forced = referee.compared(claim, rerun(forced=flips.expected).gradients)
+        if forced.passed:
+            found = f"{flips.text()}; equal under the reference's decisions"
+            return rung("undecidable", f"{found}; as they are: {message(comparison)}", forced)
     return rung(comparison.status, message(comparison))
 
 
