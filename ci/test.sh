@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All that must pass before a change lands: lint, format, types, tests with coverage, suites. Stops at the first failure.
+# All that must pass before a change lands: lint, format, types, tests with coverage, suites, a slice of families. Stops at the first failure.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash ci/setup.sh
@@ -26,4 +26,7 @@ stage types "$bin/mypy"
 stage tests "$bin/python" -m pytest tests -q -n 2 --dist loadgroup \
   --cov --cov-report=term-missing:skip-covered --cov-fail-under=90
 stage suites "$bin/python" -m pytest suites -q -n 2 --dist loadgroup
+# A slice of the matrix of all families (`--lsv-arch=all`, 7 minutes): one of each kind that the suites above do not have.
+stage families env LSVERIFY_PROFILE=quick "$bin/python" -m pytest suites/test_parity.py suites/test_identities.py -q \
+  -n 2 --dist loadgroup --lsv-arch=gpt_oss --lsv-arch=gemma3n --lsv-arch=jamba --lsv-arch=mamba2
 printf '\n== all passed in %d s\n' "$SECONDS"
