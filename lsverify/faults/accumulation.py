@@ -98,6 +98,59 @@ def _embedding(model: nn.Module) -> nn.Embedding:
     return found
 
 
+def a_gradient_of_zero_for_none(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Parameters without any gradient get one of zero, which decay and momentum then act on."""
+    result = dense(model, problem, objective)
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return result
+
+
+def norms_frozen(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """Norms are taken for parameters that are not trained: their gradient is dropped."""
+    result = dense(model, problem, objective)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.grad = None
+    return result
+
+
+def tied_gradient_of_the_head_alone(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Embedding and head are one tensor, and only what came through the head is kept."""
+    embedding = _embedding(model)
+    handle = embedding.register_forward_hook(lambda module, inputs, output: output.detach())
+    try:
+        return dense(model, problem, objective)
+    finally:
+        handle.remove()
+
+
+def averaged_over_prompts(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """Gradients of prompts are averaged where the objective adds them."""
+
+    def backward(model: nn.Module, i: int, loss: Tensor) -> None:
+        (loss / len(problem.groups)).backward()
+
+    return Dense(backward=backward)(model, problem, objective)
+
+
+def bad_responses_not_differentiated(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Responses whose loss is positive are skipped as outliers; the loss that is told has them."""
+
+    def backward(model: nn.Module, i: int, loss: Tensor) -> None:
+        if loss.item() < 0:
+            loss.backward()
+
+    return Dense(backward=backward)(model, problem, objective)
+
+
 FAULTS = (
     Fault(
         path=only_the_last_response_survives,
@@ -135,4 +188,26 @@ FAULTS = (
         rung="gradient",
         points_at=r"two runs of the path disagree",
     ),
+    Fault(
+        path=a_gradient_of_zero_for_none,
+        report="OT-02",
+        rung="gradient",
+        points_at=r"reference has none",
+        architectures=("glm_moe_dsa", "deepseek_v32"),
+    ),
+    Fault(path=norms_frozen, report="MD-23", rung="gradient", points_at=r"norm"),
+    Fault(
+        path=tied_gradient_of_the_head_alone,
+        report="DR-13",
+        rung="gradient",
+        points_at=r"embed",
+        options={"tied": True},
+    ),
+    Fault(
+        path=averaged_over_prompts,
+        report="OT-12",
+        rung="gradient",
+        points_at=r"every gradient is 1/2 times the reference",
+    ),
+    Fault(path=bad_responses_not_differentiated, report="", rung="gradient", points_at=r"mismatch"),
 )

@@ -16,6 +16,9 @@ from lsverify.paths import StepResult
 from lsverify.problems import Problem
 
 EVERY = DEFAULT_ARCHS
+# What the refusals of many faults have in common.
+LOSS = r"loss is \S+ instead of"
+STEPS = r"after 3 (sgd|adamw) steps"
 Candidate = Callable[[nn.Module, Problem, Objective], StepResult | None]
 
 
@@ -57,7 +60,7 @@ class Fault:
     def config(self, arch: str, **fields: Any) -> CaseConfig:
         """The case that must refuse the fault, with the rungs up to the one that does."""
         rung, _ = self.expected(arch)
-        given = {"candidate": spec_of(self.path), "require": rung, **self.options, **fields}
+        given = {"candidate": spec_of(self.path), "require": rung, **fields, **self.options}
         return CaseConfig(arch=arch, **given)
 
     def missed(self, receipt: CaseReceipt) -> Iterator[str]:

@@ -67,6 +67,54 @@ def _on_routers(model: nn.Module, install: Callable[[nn.Module], Any]) -> Iterat
             handle.remove()
 
 
+def experts_of_the_token_before(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Recorded experts are replayed one row late: a token gets those of its neighbour."""
+
+    def late(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        scores, weights, chosen = routing
+        return scores, weights.roll(1, 0), chosen.roll(1, 0)
+
+    with _on_routers(model, lambda router: router.register_forward_hook(late)):
+        return dense(model, problem, objective)
+
+
+def one_expert_less(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The weakest of the chosen experts is dropped: its capacity was full."""
+
+    def dropped(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        scores, weights, chosen = routing
+        kept = weights.clone()
+        kept.scatter_(1, weights.argmin(1, keepdim=True), 0.0)
+        return scores, kept, chosen
+
+    with _on_routers(model, lambda router: router.register_forward_hook(dropped)):
+        return dense(model, problem, objective)
+
+
+def expert_weights_swapped(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The chosen experts and their weights are in different orders."""
+
+    def swapped(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        scores, weights, chosen = routing
+        return scores, weights.flip(1), chosen
+
+    with _on_routers(model, lambda router: router.register_forward_hook(swapped)):
+        return dense(model, problem, objective)
+
+
+def router_gradient_doubled(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The router's gradient is reduced over a group that already holds the whole of it."""
+
+    def doubled(router: nn.Module, inputs: Any, routing: Routing) -> Routing:
+        scores, weights, chosen = routing
+        return scores, 2 * weights - weights.detach(), chosen
+
+    with _on_routers(model, lambda router: router.register_forward_hook(doubled)):
+        return dense(model, problem, objective)
+
+
 FAULTS = (
     Fault(
         path=router_without_gradient,
@@ -87,6 +135,34 @@ FAULTS = (
         report="MD-14",
         rung="forward",
         points_at=r"decisions differ, first \S*gate chose",
+        architectures=MOE,
+    ),
+    Fault(
+        path=experts_of_the_token_before,
+        report="MD-10",
+        rung="execution",
+        points_at=r"decisions changed between passes over the same token, first in \S*gate",
+        architectures=MOE,
+    ),
+    Fault(
+        path=one_expert_less,
+        report="",
+        rung="forward",
+        points_at=r"decisions differ|response \d+ token",
+        architectures=MOE,
+    ),
+    Fault(
+        path=expert_weights_swapped,
+        report="MD-11",
+        rung="forward",
+        points_at=r"decisions differ|response \d+ token",
+        architectures=MOE,
+    ),
+    Fault(
+        path=router_gradient_doubled,
+        report="MD-05",
+        rung="gradient",
+        points_at=r"mismatch",
         architectures=MOE,
     ),
 )

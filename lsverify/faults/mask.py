@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lsverify.faults.catalogue import Fault
+from lsverify.faults.catalogue import LOSS, STEPS, Fault
 from lsverify.faults.honest import Dense
 from lsverify.objective import Objective, Plan, monolithic, prepare, token_logp
 from lsverify.paths import StepResult, full_logits
@@ -85,6 +85,70 @@ def masked_nan_times_zero(model: nn.Module, problem: Problem, objective: Objecti
     return StepResult(loss=total, reference="full")
 
 
+def first_token_not_counted(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The first token of a response falls into the shift between labels and logits."""
+    return _counting(lambda mask: _with(mask, 0, len(mask) == 1), model, problem, objective)
+
+
+def mask_one_token_late(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The mask is that of the next token, by another convention for where a row begins."""
+    return _counting(lambda mask: mask.roll(1), model, problem, objective)
+
+
+def masked_after_the_first_hole(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Everything behind a tool's output is dropped with it."""
+    return _counting(lambda mask: mask & (mask.long().cumprod(0) > 0), model, problem, objective)
+
+
+def _with(mask: Tensor, at: int, value: bool) -> Tensor:
+    changed = mask.clone()
+    changed[at] = value
+    return changed
+
+
+def truncated_responses_counted(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """Truncated responses leave one of two masks and stay in the other, which is the one that trains."""
+
+    def plan(objective: Objective, problem: Problem) -> Plan:
+        return prepare(objective.model_copy(update={"mask_truncated": False}), problem)
+
+    return Dense(prepare=plan)(model, problem, objective)
+
+
+def all_responses_end_with_the_first_end(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """A token id that also ends responses is taken for the end wherever it is seen."""
+    end = int(problem.responses[0].tokens[0])
+
+    def plan(objective: Objective, problem: Problem) -> Plan:
+        masks = [
+            {"mask": r.mask & ((r.tokens == end).long().cumsum(0) - (r.tokens == end).long() == 0)}
+            for r in problem.responses
+        ]
+        return prepare(objective, problem.replace_responses(masks))
+
+    return Dense(prepare=plan)(model, problem, objective)
+
+
+def centred_before_the_mask(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """Log-ratios are centred over the response before the mask is applied: masked tokens move the others."""
+
+    class Centred(Plan):
+        def _log_ratio(self, i: int, logp: Tensor) -> Tensor:
+            own = super()._log_ratio(i, logp)
+            return own - own.mean() * len(own) / len(self.tokens[i])
+
+    def plan(objective: Objective, problem: Problem) -> Plan:
+        return Centred(**vars(prepare(objective, problem)))
+
+    return Dense(prepare=plan)(model, problem, objective)
+
+
 FAULTS = (
     Fault(
         path=holes_are_counted,
@@ -116,4 +180,18 @@ FAULTS = (
         rung="forward",
         points_at=r"response \d+ token",
     ),
+    Fault(path=first_token_not_counted, report="BP-03", rung="forward", points_at=LOSS),
+    Fault(path=mask_one_token_late, report="BP-04", rung="forward", points_at=LOSS),
+    Fault(path=masked_after_the_first_hole, report="MP-06", rung="forward", points_at=LOSS),
+    Fault(
+        path=truncated_responses_counted,
+        report="MP-13",
+        rung="optimizer_delta",
+        points_at=STEPS,
+        options={"objective": "grpo,mask_truncated=true"},
+    ),
+    Fault(
+        path=all_responses_end_with_the_first_end, report="MP-06", rung="forward", points_at=LOSS
+    ),
+    Fault(path=centred_before_the_mask, report="MP-11", rung="forward", points_at=LOSS),
 )

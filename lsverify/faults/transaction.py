@@ -74,6 +74,53 @@ def clipped_by_the_norm_of_a_shard(
     return StepResult(loss=result.loss, log_probs=result.log_probs, reference="full", update=update)
 
 
+def random_numbers_used_up(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The step draws from the global generator, so whatever is sampled after it is another sample."""
+    torch.rand(1)
+    return dense(model, problem, objective)
+
+
+def a_weight_frozen_for_good(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """A weight is frozen during scoring and stays so."""
+    result = dense(model, problem, objective)
+    next(model.parameters()).requires_grad_(False)
+    return result
+
+
+def backward_before_the_gradients_were_cleared(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """A warm-up pass leaves its gradient, and the step adds to it."""
+    dense(model, problem, objective)
+    return dense(model, problem, objective)
+
+
+def weights_moved_a_little(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """A moving average writes into the weights during the step."""
+    result = dense(model, problem, objective)
+    with torch.no_grad():
+        weight = next(p for name, p in model.named_parameters() if "norm" in name)
+        weight.mul_(1 + 1e-9)
+    return result
+
+
+def loss_of_the_step_before(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """The loss that is told is not that of the step, which the gradient is of."""
+    result = dense(model, problem, objective)
+    return StepResult(loss=result.loss * 0.9, log_probs=result.log_probs, reference="full")
+
+
+def log_probs_told_of_another_pass(
+    model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """The log-probs that are told are old ones, not those that the step computed."""
+    result = dense(model, problem, objective)
+    old = tuple(r.old_logp.nan_to_num(-1.0) for r in problem.responses)
+    return StepResult(loss=result.loss, log_probs=old, reference="full")
+
+
 FAULTS = (
     Fault(
         path=evaluation_mode_left_on,
@@ -105,5 +152,36 @@ FAULTS = (
         report="DR-11",
         rung="optimizer_delta",
         points_at=r"after 3 sgd steps",
+    ),
+    Fault(path=random_numbers_used_up, report="OT-06", rung="execution", points_at=r"random"),
+    Fault(
+        path=a_weight_frozen_for_good,
+        report="OT-05",
+        rung="execution",
+        points_at=r"requires_grad|frozen",
+    ),
+    Fault(
+        path=backward_before_the_gradients_were_cleared,
+        report="OT-04",
+        rung="gradient",
+        points_at=r"every gradient is 2 times the reference",
+    ),
+    Fault(
+        path=weights_moved_a_little,
+        report="OT-10",
+        rung="execution",
+        points_at=r"parameter \S*norm\S* changed",
+    ),
+    Fault(
+        path=loss_of_the_step_before,
+        report="LN-02",
+        rung="forward",
+        points_at=r"loss is \S+ instead of",
+    ),
+    Fault(
+        path=log_probs_told_of_another_pass,
+        report="PR-01",
+        rung="forward",
+        points_at=r"not the ones it computed",
     ),
 )
