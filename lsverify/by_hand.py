@@ -224,7 +224,7 @@ def _vespo(
     k, decay = o.vespo_k_pos, o.vespo_lambda_pos
     if advantage < 0:
         k, decay = o.vespo_k_neg, o.vespo_lambda_neg
-    return w**k * math.exp(decay * (1 - w))
+    return math.exp(k * math.log(w) + decay * (1 - w))
 
 
 def _policy_term(

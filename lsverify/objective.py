@@ -133,17 +133,27 @@ class Plan:
             )
         kept = logits if bool(counted.all()) else logits[counted.to(logits.device)]
         logp = token_logp(kept, tokens[counted], objective.temperature)
-        losses = self._policy_term(i, logp)
-        if self.ref_logp is not None:
-            losses = losses + objective.beta * self._kl_term(i, logp)
-        if objective.entropy_bonus:
-            entropy = token_entropy(kept, objective.temperature)
-            losses = losses - objective.entropy_bonus * entropy
+        entropy = token_entropy(kept, objective.temperature) if objective.entropy_bonus else None
+        loss = self._part(i, logp, entropy)
         with torch.no_grad():
             every = logp.detach()
             if kept is not logits:
                 every = token_logp(logits, tokens, objective.temperature)
-        return MemberLoss(loss=losses.sum() / self.denominators[i], logp=every)
+        return MemberLoss(loss=loss, logp=every)
+
+    def part(self, i: int, logp: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """[] the loss of `member` from log-probs [R_i] and, where there is a bonus, entropies [R_i] in nats."""
+        kept = self.counted[i].to(logp.device)
+        return self._part(i, logp[kept], None if entropy is None else entropy[kept])
+
+    def _part(self, i: int, logp: Tensor, entropy: Tensor | None) -> Tensor:
+        """[] from log-probs and entropies [counted tokens]."""
+        losses = self._policy_term(i, logp)
+        if self.ref_logp is not None:
+            losses = losses + self.objective.beta * self._kl_term(i, logp)
+        if entropy is not None:
+            losses = losses - self.objective.entropy_bonus * entropy
+        return losses.sum() / self.denominators[i]
 
     def _policy_term(self, i: int, logp: Tensor) -> Tensor:
         """[counted tokens] of response i, from their log-probs, weights included."""
