@@ -21,6 +21,7 @@ LOSS_TYPES = {
 }
 SCALES = {"group_std": "group", "group_mean": "none", "batch_std": "batch"}
 CORRECTION = "vllm_importance_sampling_"
+AUXILIARY = ("aux_coef", "aux_prompt")
 NAMED_ALIKE = ("sapo_", "vespo_")
 
 
@@ -71,9 +72,16 @@ def trl_options(objective: Objective) -> dict[str, Any]:
 
 def rloo_options(objective: Objective) -> dict[str, Any]:
     """The same for `RLOOConfig`, whose loss has one form: the preset `rloo` with its numbers changed."""
-    like = preset("rloo", epsilon_low=objective.epsilon_low, epsilon_high=objective.epsilon_high)
-    fixed = ("advantage", "ratio", "clip", "dual_clip", "kl_in", "aggregation")
-    if any(getattr(objective, name) != getattr(like, name) for name in fixed):
+    said = (
+        "name",
+        "epsilon_low",
+        "epsilon_high",
+        "beta",
+        "mask_truncated",
+        "temperature",
+        *AUXILIARY,
+    )
+    if preset("rloo", **{name: getattr(objective, name) for name in said}) != objective:
         raise InputError("RLOOTrainer says only the preset rloo; see docs/objective.md")
     return {
         "epsilon": objective.epsilon_low,

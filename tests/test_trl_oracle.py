@@ -1,0 +1,517 @@
+"""Our objective against TRL's own loss code: the whole grid of what both can say, and where they part."""
+
+import inspect
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from scored import scored
+
+import lsverify.objective
+from lsverify.errors import InputError
+from lsverify.objective import Objective, prepare, preset
+from lsverify.oracles import check_objective
+from lsverify.trl_options import rloo_options, trl_options
+from lsverify.trl_oracle import apart, disagreement, our_loss, trl_loss
+
+EXACT = 1e-12
+FORMS = {
+    "grpo": {},
+    "grpo-delta": {"dual_clip": 1.3, "epsilon_high": 0.28},
+    "dapo": {"aggregation": "global_tokens", "epsilon_high": 0.28},
+    "bnpo": {"aggregation": "local_tokens"},
+    "bnpo-accumulated": {"aggregation": "local_tokens", "micro_batch": 4},
+    "dr_grpo": {"aggregation": "constant", "constant_length": 7},
+    "luspo": {"aggregation": "constant", "constant_length": 1},
+    "cispo": {"clip": "cispo", "epsilon_low": 1.0, "aggregation": "global_tokens"},
+    "sapo": {"clip": "sapo", "sapo_temperature_pos": 1.3, "sapo_temperature_neg": 0.7},
+    "vespo": {"clip": "vespo", "aggregation": "global_tokens"},
+    "vespo-other": {
+        "clip": "vespo",
+        "aggregation": "global_tokens",
+        "vespo_k_pos": 1.5,
+        "vespo_lambda_neg": 0.7,
+    },
+}
+SCALES = ("group_std", "group_mean", "batch_std")
+KLS = ({}, {"beta": 0.3}, {"beta": 0.3, "kl_weighted": True})
+SAMPLERS = ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+BOUNDS = {"sampler_clip_max": 1.2, "sampler_clip_min": 0.8}
+MASKS = ((None, False), (None, True), (0.05, False))
+PROBLEMS = [scored(seed, holes=seed != 2) for seed in range(3)]
+
+
+def grid(form):
+    """Every importance level, scale, KL, sampler's correction and mask, each with every other."""
+    axes = itertools.product(("token", "sequence"), SCALES, KLS, SAMPLERS, MASKS)
+    for ratio, scale, kl, sampler, (threshold, truncated) in axes:
+        if FORMS[form].get("clip") == "vespo" and sampler.startswith("sequence"):
+            continue
+        yield Objective.parse(
+            {
+                **FORMS[form],
+                **kl,
+                **BOUNDS,
+                "ratio": ratio,
+                "advantage": scale,
+                "sampler_correction": sampler,
+                "off_policy_threshold": threshold,
+                "mask_truncated": truncated,
+            }
+        )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_shared_option_with_every_other_agrees_in_loss_and_gradient(form):
+    for number, objective in enumerate(grid(form)):
+        problem, logps, _ = PROBLEMS[number % len(PROBLEMS)]
+        assert disagreement(objective, problem, logps) <= EXACT, objective
+    assert number + 1 == (162 if form.startswith("vespo") else 270)
+
+
+def test_the_grid_visits_both_sides_of_every_bound():
+    sides = set()
+    for problem, logps, _ in PROBLEMS:
+        objective = preset(
+            "grpo",
+            off_policy_threshold=0.05,
+            dual_clip=1.3,
+            sampler_correction="token_truncate",
+            **BOUNDS,
+        )
+        plan = prepare(objective, problem)
+        for i, logp in enumerate(logps):
+            advantage, mask = float(plan.advantages[i]), plan.counted[i]
+            drift = (problem.responses[i].sampler_logp - logp)[mask].mean()
+            sides.add(("off-policy", advantage > 0, bool(drift > 0.05)))
+            sides.update(
+                ("ratio", advantage > 0, side) for side in plan.clip_side(i, logp)[mask].tolist()
+            )
+            sides.update(("weight", float(w) if w in (0.8, 1.2) else 1) for w in plan.correction[i])
+    assert sides >= {("off-policy", up, far) for up in (False, True) for far in (False, True)}
+    assert sides >= {
+        ("ratio", True, 1),
+        ("ratio", True, 0),
+        ("ratio", False, -1),
+        ("ratio", False, 1),
+    }
+    assert sides >= {("weight", 0.8), ("weight", 1), ("weight", 1.2)}
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "gspo", "sapo", "luspo", "vespo", "rloo"]
+)
+def test_presets_agree(name):
+    for seed, rewards in enumerate(("distinct", "ties")):
+        problem, logps, _ = scored(seed, holes=name != "rloo", rewards=rewards)
+        assert disagreement(preset(name), problem, logps) <= EXACT
+
+
+@pytest.mark.parametrize("name", ["dapo", "bnpo", "cispo", "vespo"])
+def test_entropy_bonus_agrees_where_all_tokens_share_a_denominator(name):
+    for micro in (None, 2) if name == "bnpo" else (None,):
+        objective = preset(name, entropy_bonus=0.1, micro_batch=micro)
+        problem, logps, entropies = scored(1)
+        assert disagreement(objective, problem, logps, entropies) <= EXACT
+        assert any(each.any() for each in our_loss(objective, problem, logps, entropies)[2])
+
+
+@pytest.mark.parametrize("bounds", [(None, 1.1), (0.9, None), (None, None), (0.9, 1.1)])
+@pytest.mark.parametrize("mode", SAMPLERS[1:])
+def test_one_sided_bounds_of_the_sampler_agree(mode, bounds):
+    low, high = bounds
+    if bounds == (None, None) and mode.endswith("truncate"):
+        return
+    options = {"sampler_correction": mode, "sampler_clip_min": low, "sampler_clip_max": high}
+    for name in ("dapo", "vespo") if mode.startswith("token") else ("dapo",):
+        problem, logps, _ = scored(4)
+        assert disagreement(preset(name, **options), problem, logps) <= EXACT
+
+
+def test_all_masked_all_equal_and_single_tokens_agree():
+    for options in ({"response_lengths": (1,), "truncated": False}, {"rewards": "equal"}):
+        problem, logps, _ = scored(5, **options)
+        for name in ("grpo", "gspo", "sapo", "luspo", "vespo"):
+            assert disagreement(preset(name), problem, logps) <= EXACT
+    problem, logps, _ = scored(6)
+    empty = problem.replace_responses(
+        [{"mask": torch.zeros_like(each.mask)} for each in problem.responses]
+    )
+    for name in ("grpo", "dapo", "bnpo", "gspo", "vespo"):
+        objective = preset(name, beta=0.1)
+        assert our_loss(objective, empty, logps).value == 0
+        assert disagreement(objective, empty, logps) == 0
+
+
+def test_every_loss_type_and_option_of_the_installed_release_is_known():
+    from trl import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    types = set()
+    for listed in re.findall(r'self\.loss_type (?:==|!=|in) (\[[^]]*\]|"\w+")', source):
+        types.update(re.findall(r'"(\w+)"', listed))
+    said = {trl_options(objective)["loss_type"] for form in FORMS for objective in grid(form)}
+    assert types == said
+
+
+# Closed forms, by hand: one group, rewards 1 and 0 taken as they are, so only the first response has a policy term.
+def one(log_ratios, reward=1.0, sampler=None, ref=None):
+    """A problem of one counted response and one of advantage zero, and the policy's log-probs."""
+    logp = torch.full((len(log_ratios),), -1.0, dtype=torch.float64)
+    old = logp - torch.tensor(log_ratios, dtype=torch.float64)
+    problem, _, _ = scored(
+        group_sizes=(2,),
+        prompt_lengths=(1,),
+        response_lengths=(len(log_ratios), 1),
+        holes=False,
+        truncated=False,
+    )
+    given = {
+        "tokens": torch.zeros(len(logp), dtype=torch.int64),
+        "mask": torch.ones(len(logp)).bool(),
+    }
+    first = {
+        **given,
+        "reward": reward,
+        "old_logp": old,
+        "sampler_logp": old
+        if sampler is None
+        else old - torch.tensor(sampler, dtype=torch.float64),
+        "ref_logp": logp if ref is None else logp + torch.tensor(ref, dtype=torch.float64),
+    }
+    flat = {
+        name: torch.tensor([-1.0], dtype=torch.float64)
+        for name in ("old_logp", "ref_logp", "sampler_logp")
+    }
+    flat |= {
+        "reward": 0.0,
+        "tokens": torch.zeros(1, dtype=torch.int64),
+        "mask": torch.ones(1).bool(),
+    }
+    return problem.replace_responses([first, flat]), [logp, torch.tensor([-1.0]).double()]
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+LN = math.log
+S_POS, S_NEG = sigmoid(0.5), sigmoid(-1.05 * 0.5)
+PHI_POS = math.exp(3 - 3 * 1.5) * 1.5**2  # k 2, lambda 3 at w = 1.5
+PHI_NEG = math.exp(2 - 2 * 1.5) * 1.5**3  # k 3, lambda 2
+CLOSED = {
+    # -f(1.5) / (2 responses); slope -A * 4 s (1 - s) * r / 2
+    "sapo, A 1": ("sapo", {}, one([LN(1.5)]), -4 * S_POS / 2, -4 * S_POS * (1 - S_POS) * 1.5 / 2),
+    "sapo, A -1": (
+        "sapo",
+        {},
+        one([LN(0.5)], -1.0),
+        4 / 1.05 * S_NEG / 2,
+        4 * S_NEG * (1 - S_NEG) * 0.5 / 2,
+    ),
+    # two tokens of ratio 1.5 and 1: w = 1.5; three tokens in the whole problem; logp -1 each
+    "vespo, A 1": ("vespo", {}, one([LN(1.5), 0.0]), 2 * PHI_POS / 3, -PHI_POS / 3),
+    "vespo, A -1": ("vespo", {}, one([LN(1.5), 0.0], -1.0), -2 * PHI_NEG / 3, PHI_NEG / 3),
+    # the sampler's 1.25 per token joins: w = 1.2 * 1.25
+    "vespo, sampler": (
+        "vespo",
+        {"sampler_correction": "token_truncate"},
+        one([LN(1.2), 0.0], 1.0, [LN(1.25), 0.0]),
+        2 * PHI_POS / 3,
+        -PHI_POS / 3,
+    ),
+    # a masked token's weight counts as 1e-8: w = 1e-8
+    "vespo, masked": (
+        "vespo",
+        {"sampler_correction": "token_mask", "sampler_clip_max": 1.1},
+        one([0.0, 0.0], 1.0, [LN(1.25), 0.0]),
+        2 * math.exp(3 - 3e-8) * 1e-16 / 3,
+        -math.exp(3 - 3e-8) * 1e-16 / 3,
+    ),
+    # mean log-ratio 0.001: inside 1.0025; three tokens, 2 responses; each slope -A r / 3 * 3 / 2
+    "luspo": (
+        "luspo",
+        {},
+        one([0.001, 0.003, -0.001]),
+        -3 * math.exp(0.001) / 2,
+        -math.exp(0.001) / 2,
+    ),
+    # ratio 1.1 and weights 1.25 -> 1.2, 0.5 -> 0.8
+    "token_truncate": (
+        "grpo",
+        {"sampler_correction": "token_truncate", **BOUNDS},
+        one([LN(1.1)] * 2, 1.0, [LN(1.25), LN(0.5)]),
+        -1.1 * (1.2 + 0.8) / 4,
+        -1.1 * 1.2 / 4,
+    ),
+    "token_mask": (
+        "grpo",
+        {"sampler_correction": "token_mask", **BOUNDS},
+        one([LN(1.1)] * 2, 1.0, [LN(1.1), LN(0.5)]),
+        -1.1 * 1.1 / 4,
+        -1.1 * 1.1 / 4,
+    ),
+    # 1.5 * 0.75 = 1.125, within 1.2
+    "sequence_truncate": (
+        "grpo",
+        {"sampler_correction": "sequence_truncate", **BOUNDS},
+        one([LN(1.1)] * 2, 1.0, [LN(1.5), LN(0.75)]),
+        -1.1 * 1.125 / 2,
+        -1.1 * 1.125 / 4,
+    ),
+    "sequence_mask": (
+        "grpo",
+        {"sampler_correction": "sequence_mask", **BOUNDS},
+        one([LN(1.1)] * 2, 1.0, [LN(1.5), LN(0.9)]),
+        0.0,
+        0.0,
+    ),
+    # mean of sampler - logp = 0.2 for A = -1
+    "off-policy, beyond": ("grpo", {"off_policy_threshold": 0.19}, one([-0.2], -1.0), 0.0, 0.0),
+    "off-policy, within": (
+        "grpo",
+        {"off_policy_threshold": 0.21, "epsilon_low": 0.5},
+        one([-0.2], -1.0),
+        math.exp(-0.2) / 2,
+        math.exp(-0.2) / 2,
+    ),
+    "off-policy, A 1": (
+        "grpo",
+        {"off_policy_threshold": 0.19},
+        one([-0.2]),
+        -math.exp(-0.2) / 2,
+        -math.exp(-0.2) / 2,
+    ),
+}
+D3 = math.exp(0.3) - 0.3 - 1  # k3 at ref - logp = 0.3, slope 1 - e^0.3
+CLOSED |= {
+    # A = 0: only the KL term. Its weight r = 1.1 has slope r too.
+    "kl weighted": (
+        "grpo",
+        {"beta": 0.5, "kl_weighted": True},
+        one([LN(1.1)], 0.0, ref=[0.3]),
+        0.5 * 1.1 * D3 / 2,
+        0.5 * 1.1 * (D3 + 1 - math.exp(0.3)) / 2,
+    ),
+    "kl weighted per sequence": (
+        "gspo",
+        {"beta": 0.5, "kl_weighted": True},
+        one([LN(1.21), 0.0], 0.0, ref=[0.3, 0.0]),
+        0.5 * 1.1 * D3 / 4,
+        0.5 * 1.1 * (D3 / 2 + 1 - math.exp(0.3)) / 4,
+    ),
+    "straight through": (
+        "grpo",
+        {"beta": 0.5, "kl_straight_through": True},
+        one([LN(1.1)], 0.0, ref=[0.3]),
+        0.5 * D3 / 2,
+        0.5 * -0.3 / 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_closed_forms(case):
+    name, options, (problem, logps), value, slope = CLOSED[case]
+    ours = our_loss(preset(name, advantage="none", **options), problem, logps)
+    assert ours.value == pytest.approx(value, rel=1e-14, abs=1e-16)
+    assert float(ours.gradient[0][0]) == pytest.approx(slope, rel=1e-13, abs=1e-16)
+
+
+NEW = [
+    ("sapo", {}),
+    ("sapo", {"ratio": "sequence", "beta": 0.1, "kl_weighted": True}),
+    ("luspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}),
+    ("vespo", {"sampler_correction": "token_mask", **BOUNDS}),
+    ("grpo", {"sampler_correction": "token_truncate", **BOUNDS}),
+    ("rloo", {"sampler_correction": "sequence_truncate", **BOUNDS}),
+    ("dapo", {"sampler_correction": "sequence_mask", "off_policy_threshold": 0.05}),
+    ("grpo", {"beta": 0.2, "kl_weighted": True, "dual_clip": 1.3}),
+    ("gspo", {"beta": 0.2, "kl_weighted": True}),
+    ("grpo", {"beta": 0.2, "kl_straight_through": True}),
+    ("dr_grpo", {"beta": 0.2, "kl_straight_through": True, "kl": "k1"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), NEW)
+def test_the_batched_form_the_form_by_hand_and_central_differences_agree(name, options):
+    for seed in range(2):
+        measure, limit, detail = check_objective(preset(name, **options), scored(seed)[0], seed)
+        assert measure <= limit <= 1e-8, detail
+
+
+# The forward mode's first use compiles formulas of its own with torch's old compiler.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("name", "options"), NEW)
+def test_forward_mode_agrees_with_the_gradient(name, options):
+    problem, logps, _ = scored(3)
+    objective = preset(name, **options)
+    plan = prepare(objective, problem)
+    generator = torch.Generator().manual_seed(0)
+    along = [torch.randn(each.shape, generator=generator, dtype=each.dtype) for each in logps]
+
+    def loss(*rows):
+        return torch.stack([plan.part(i, row) for i, row in enumerate(rows)]).sum()
+
+    _, slope = torch.func.jvp(loss, tuple(logps), tuple(along))
+    gradient = our_loss(objective, problem, logps).gradient
+    products = torch.cat([a * b for a, b in zip(gradient, along, strict=True)])
+    assert abs(float(slope - products.sum())) <= EXACT * float(products.abs().sum())
+    assert products.any()
+
+
+def swapped(objective, advantage, log_ratio):
+    return lsverify.weights.sapo_gate(objective, -advantage, log_ratio)
+
+
+def gate_without_scale(objective, advantage, log_ratio):
+    tau = objective.sapo_temperature_pos if advantage > 0 else objective.sapo_temperature_neg
+    return torch.sigmoid(tau * (log_ratio.exp() - 1))
+
+
+def mean_in_vespo(objective, advantage, log_ratio, correction):
+    return lsverify.weights.vespo_weight(
+        objective, advantage, log_ratio / len(log_ratio), correction
+    )
+
+
+def sampler_left_out(objective, advantage, log_ratio, correction):
+    return lsverify.weights.vespo_weight(objective, advantage, log_ratio, None)
+
+
+def no_lower_bound(objective, old, sampler):
+    upper = objective.model_copy(update={"sampler_clip_min": None})
+    return lsverify.weights.sampler_weights(upper, old, sampler)
+
+
+def truncated_not_masked(objective, old, sampler):
+    mode = objective.sampler_correction.replace("_mask", "_truncate")
+    other = objective.model_copy(update={"sampler_correction": mode})
+    return lsverify.weights.sampler_weights(other, old, sampler)
+
+
+def the_other_way_round(objective, old, sampler):
+    return lsverify.weights.sampler_weights(objective, sampler, old)
+
+
+def mean_over_the_response(objective, old, sampler):
+    apart = (old - sampler) / max(len(old), 1)
+    return lsverify.weights.sampler_weights(objective, apart, torch.zeros_like(apart))
+
+
+def k1_through(kind, logp, ref):
+    return lsverify.advantages.kl_estimate("k1" if kind == "k2" else kind, logp, ref)
+
+
+def ratio_detached(plan, i, logp):
+    ratio = Plan._log_ratio(plan, i, logp).exp().detach()
+    return ratio * lsverify.advantages.kl_estimate(
+        "k3", logp, plan._counted(plan.ref_logp, i, logp)
+    )
+
+
+def unweighted(plan, i, logp):
+    return lsverify.advantages.kl_estimate("k3", logp, plan._counted(plan.ref_logp, i, logp))
+
+
+def any_sign(plan, i, logp):
+    drift = plan._counted(plan.sampler_logp, i, logp) - logp
+    return bool(len(logp)) and float(drift.mean()) > plan.objective.off_policy_threshold
+
+
+def sum_of_drift(plan, i, logp):
+    drift = plan._counted(plan.sampler_logp, i, logp) - logp
+    far = float(drift.sum()) > plan.objective.off_policy_threshold
+    return far and float(plan.advantages[i]) < 0
+
+
+Plan = type("Plan", (), {"_log_ratio": lsverify.objective.Plan._log_ratio})
+VESPO_SAMPLER = preset("vespo", sampler_correction="token_truncate", **BOUNDS)
+SAMPLED = {
+    mode: preset("dapo", sampler_correction=mode, **BOUNDS, mask_truncated=False)
+    for mode in SAMPLERS[1:]
+}
+WEIGHTED = preset("grpo", beta=0.2, kl_weighted=True)
+FAULTS = [
+    ("sapo_gate", swapped, preset("sapo")),
+    ("sapo_gate", gate_without_scale, preset("sapo")),
+    ("vespo_weight", mean_in_vespo, preset("vespo")),
+    ("vespo_weight", sampler_left_out, VESPO_SAMPLER),
+    ("sampler_weights", no_lower_bound, SAMPLED["token_truncate"]),
+    ("sampler_weights", truncated_not_masked, SAMPLED["token_mask"]),
+    ("sampler_weights", the_other_way_round, SAMPLED["sequence_truncate"]),
+    ("sampler_weights", mean_over_the_response, SAMPLED["sequence_mask"]),
+    ("Plan._kl_term", ratio_detached, WEIGHTED),
+    ("Plan._kl_term", unweighted, WEIGHTED),
+    ("Plan._off_policy", any_sign, preset("dapo", off_policy_threshold=0.05)),
+    ("Plan._off_policy", sum_of_drift, preset("dapo", off_policy_threshold=0.05)),
+    ("kl_estimate", k1_through, preset("grpo", beta=0.2, kl_straight_through=True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "fault", "objective"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_planted_faults_are_seen_by_trl_and_by_the_rung(where, fault, objective, monkeypatch):
+    problem, logps, _ = scored(7)
+    monkeypatch.setattr(f"lsverify.objective.{where}", fault)
+    measure, limit, _ = check_objective(objective, problem, 7)
+    assert not measure <= 1e5 * limit
+    if not objective.kl_straight_through:
+        gaps = [disagreement(objective, *scored(seed)[:2]) for seed in range(7, 10)]
+        assert max(gaps) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("luspo", {"constant_length": 2}),
+        ("luspo", {"aggregation": "sequence_mean"}),
+        ("sapo", {"aggregation": "global_tokens"}),
+        ("vespo", {"aggregation": "sequence_mean"}),
+        ("vespo", {"aggregation": "constant", "constant_length": 3}),
+    ],
+)
+def test_wrong_denominators_are_seen(name, wrong):
+    problem, logps, _ = scored(8)
+    theirs = trl_loss(problem, logps, trl_options(preset(name)))
+    assert apart(our_loss(preset(name, **wrong), problem, logps), theirs) > 1e-3
+
+
+def test_an_overflowing_ratio_leaves_the_gate_finite():
+    problem, logps = one([800.0])
+    ours = our_loss(preset("sapo", advantage="none"), problem, logps)
+    assert ours.value == -4 / 2
+    assert not ours.gradient[0].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "fragment"),
+    [
+        ({"clip": "none"}, "none with sequence_mean"),
+        ({"ratio": "trajectory"}, "ratio trajectory"),
+        ({"advantage": "leave_one_out"}, "advantage leave_one_out"),
+        ({"advantage_epsilon": 1e-6}, "advantage_epsilon 1e-06"),
+        ({"beta": 0.1, "kl": "k1"}, "kl k1 in loss"),
+        ({"beta": 0.1, "kl_straight_through": True}, "a straight-through KL"),
+        ({"clip": "cispo", "aggregation": "global_tokens"}, "a low edge for cispo"),
+        ({"dual_clip": 1.1}, "dual_clip below"),
+        ({"entropy_bonus": 0.1}, "an entropy bonus with sequence_mean"),
+    ],
+)
+def test_what_trl_cannot_say_is_refused_by_name(options, fragment):
+    with pytest.raises(InputError, match=f"TRL has no counterpart of {fragment}"):
+        trl_options(Objective.parse(options))
+
+
+def test_batches_that_trl_cannot_hold_are_refused():
+    problem, logps, _ = scored(group_sizes=(3, 2))
+    with pytest.raises(InputError, match="groups are of one size"):
+        trl_loss(problem, logps, {})
+    problem, logps, _ = scored()
+    with pytest.raises(InputError, match="no mask for holes"):
+        trl_loss(problem, logps, {}, rloo=True)
+    with pytest.raises(InputError, match="only the preset rloo"):
+        rloo_options(preset("rloo", kl="k3"))
