@@ -7,6 +7,7 @@ truncation, the sampler's correction, ratio, clip, KL, masks, denominators, accu
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,15 @@ def trl_loss(
     entropies: Sequence[Tensor] | None = None,
     micro_batch: int | None = None,
     rloo: bool = False,
+    default_dtype: torch.dtype = torch.float64,
 ) -> Loss:
     """What TRL makes of a problem and the current policy's log-probs, N tensors [R_i] float64, in float64.
 
     options      keywords of `GRPOConfig`, or of `RLOOConfig` with `rloo`.
     entropies    N tensors [R_i] of the current policy; None: zeros.
     micro_batch  responses in one forward pass; the others of the step are accumulated. None: all in one.
+    default_dtype  what torch makes of plain floats meanwhile: some of TRL's constants and the sampler's log-probs take
+                 it, whatever the model's precision.
 
     Raises InputError for groups of different size, which TRL's batches cannot hold, and for holes with `rloo`,
     which has no mask for them.
@@ -66,8 +70,7 @@ def trl_loss(
         for rows in (logps, entropies or counts)
     )
     before = torch.get_default_dtype()
-    # Some of TRL's constants and the sampler's log-probs take the default dtype, whatever the model's.
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(default_dtype)
     try:
         trainer = _trainer(problem, options, micro_batch or len(problem), rloo)
         batch = trainer._generate_and_score_completions([{"prompt": ""} for _ in logps])
@@ -111,13 +114,17 @@ def our_loss(
 
 
 def apart(ours: Loss, theirs: Loss) -> float:
-    """The larger relative distance, of values (to the size of ours) and of gradients in L2; 0 where both are 0."""
+    """The larger relative distance, of values (to the size of ours) and of gradients in L2.
+
+    0 where both are exactly 0, infinity where either is not finite.
+    """
     mine, other = (torch.cat([*each.gradient, *each.entropy_gradient]) for each in (ours, theirs))
     pairs = (
         (abs(ours.value - theirs.value), ours.size or abs(theirs.value)),
         (float((mine - other).norm()), float(other.norm())),
     )
-    return max(gap / size if size else (0.0 if gap == 0 else float("inf")) for gap, size in pairs)
+    relative = [gap / size if size else (0.0 if gap == 0 else math.inf) for gap, size in pairs]
+    return max(relative) if all(map(math.isfinite, relative)) else math.inf
 
 
 def disagreement(
@@ -243,6 +250,5 @@ def _sampled(problem: Problem, rloo: bool, trainer: Any) -> tuple[Any, ...]:
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:
-    """[N, T] float64. TRL multiplies by masks, so what is not counted has to be finite."""
-    padded = pad_sequence(list(rows), batch_first=True, padding_value=-1.0).detach().double()
-    return padded.nan_to_num(-1.0, -1.0, -1.0).clone()
+    """[N, T] float64."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=-1.0).detach().double()

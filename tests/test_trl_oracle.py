@@ -1,13 +1,14 @@
 """Our objective against TRL's own loss code: the whole grid of what both can say, and where they part."""
 
+import dataclasses
 import inspect
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
-from scored import scored
 
 import lsverify.objective
 from lsverify.errors import InputError
@@ -15,6 +16,7 @@ from lsverify.objective import Objective, prepare, preset
 from lsverify.oracles import check_objective
 from lsverify.trl_options import rloo_options, trl_options
 from lsverify.trl_oracle import apart, disagreement, our_loss, trl_loss
+from lsverify.trl_table import page, scored, shared
 
 EXACT = 1e-12
 FORMS = {
@@ -34,6 +36,20 @@ FORMS = {
         "vespo_k_pos": 1.5,
         "vespo_lambda_neg": 0.7,
     },
+}
+# What the two methods read that decides where and how often they run, not what the loss is.
+NOT_OF_THE_LOSS = {
+    "chat_template_kwargs",
+    "gradient_checkpointing_kwargs",
+    "log_multimodal",
+    "num_generations",
+    "num_generations_eval",
+    "num_iterations",
+    "pad_to_multiple_of",
+    "per_device_eval_batch_size",
+    "per_device_train_batch_size",
+    "steps_per_generation",
+    "use_vllm",
 }
 SCALES = ("group_std", "group_mean", "batch_std")
 KLS = ({}, {"beta": 0.3}, {"beta": 0.3, "kl_weighted": True})
@@ -455,7 +471,7 @@ FAULTS = [
     ("where", "fault", "objective"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_planted_faults_are_seen_by_trl_and_by_the_rung(where, fault, objective, monkeypatch):
-    problem, logps, _ = scored(7)
+    problem, _, _ = scored(7)
     monkeypatch.setattr(f"lsverify.objective.{where}", fault)
     measure, limit, _ = check_objective(objective, problem, 7)
     assert not measure <= 1e5 * limit
@@ -515,3 +531,47 @@ def test_batches_that_trl_cannot_hold_are_refused():
         trl_loss(problem, logps, {}, rloo=True)
     with pytest.raises(InputError, match="only the preset rloo"):
         rloo_options(preset("rloo", kl="k3"))
+
+
+NUMBER = r"\d\.\de[+-]\d+"
+
+
+def without_numbers(text):
+    return re.sub(NUMBER, "", text)
+
+
+def test_the_page_is_what_the_table_writes():
+    found = (Path(__file__).parents[1] / "docs/objective.md").read_text()
+    made = page()
+    assert without_numbers(found) == without_numbers(made)
+    agreeing, differing = (
+        made.split("## Where they differ")[0],
+        made.split("## Where they differ")[1],
+    )
+    measured = [float(number) for number in re.findall(NUMBER, agreeing)]
+    assert len(measured) == len(shared()) >= 22
+    assert max(measured) <= EXACT
+    assert all(float(number) > 1e-9 for number in re.findall(NUMBER, differing))
+
+
+def test_every_option_that_trl_reads_is_on_the_page():
+    from trl import GRPOConfig, GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    source += inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    names = {field.name for field in dataclasses.fields(GRPOConfig)}
+    read = set(re.findall(r"self(?:\.args)?\.(\w+)", source)) & names
+    found = (Path(__file__).parents[1] / "docs/objective.md").read_text()
+    missing = {name for name in read - NOT_OF_THE_LOSS if f"`{name}" not in found}
+    assert missing == set()
+
+
+def test_a_loss_that_is_not_finite_is_no_agreement():
+    problem, logps, _ = scored()
+    ours = our_loss(preset("grpo"), problem, logps)
+    for broken in (
+        ours._replace(value=math.nan),
+        ours._replace(gradient=[math.nan * g for g in ours.gradient]),
+    ):
+        assert apart(ours, broken) == math.inf
+        assert apart(broken, ours) == math.inf
