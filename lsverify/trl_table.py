@@ -78,7 +78,7 @@ class Apart(NamedTuple):
 
 def _forms(**options: Any) -> list[Objective]:
     """One objective of each loss type and importance level, with the options that they can take."""
-    more = {
+    more: dict[str, dict[str, Any]] = {
         "cispo": {"epsilon_low": 1.0},
         "dr_grpo": {"constant_length": 7},
     }
