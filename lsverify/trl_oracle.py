@@ -57,13 +57,15 @@ def trl_loss(
     default_dtype  what torch makes of plain floats meanwhile: some of TRL's constants and the sampler's log-probs take
                  it, whatever the model's precision.
 
-    Raises InputError for groups of different size, which TRL's batches cannot hold, and for holes with `rloo`,
-    which has no mask for them.
+    Raises InputError without TRL, for options that it refuses, for groups of different size, which its batches cannot
+    hold, for micro-batches that do not divide the responses, and for holes with `rloo`, which has no mask for them.
     """
     if len(set(problem.group_sizes)) > 1:
         raise InputError(f"TRL's groups are of one size; these are {problem.group_sizes}")
     if rloo and not all(bool(each.mask.all()) for each in problem.responses):
         raise InputError("RLOOTrainer has no mask for holes; give responses without")
+    if micro_batch is not None and len(problem) % micro_batch:
+        raise InputError(f"micro_batch={micro_batch} does not divide the {len(problem)} responses")
     counts = [torch.zeros(len(each), dtype=torch.float64) for each in problem.responses]
     policy, entropy = (
         _pad([each.double() for each in rows]).requires_grad_()
@@ -94,7 +96,8 @@ def our_loss(
     """The same of `Plan.part`, summed over responses."""
     plan = prepare(objective, problem)
     rows = [each.double().clone().requires_grad_() for each in logps]
-    spread = [each.double().clone().requires_grad_() for each in entropies or logps]
+    zeros = [torch.zeros_like(each) for each in rows]
+    spread = [each.double().clone().requires_grad_() for each in entropies or zeros]
     bonus: list[Tensor] | list[None] = spread if objective.entropy_bonus else [None] * len(rows)
     parts = torch.stack(
         [plan.part(i, *pair) for i, pair in enumerate(zip(rows, bonus, strict=True))]
@@ -172,9 +175,9 @@ class _Says:
 
 def _trainer(problem: Problem, options: Mapping[str, Any], micro_batch: int, rloo: bool) -> Any:
     """A trainer with what its scoring and its loss read, and nothing else."""
-    from accelerate import Accelerator
-
     config, kind = _config(problem, options, micro_batch, rloo)
+    from accelerate import Accelerator  # there wherever TRL is
+
     trainer: Any = object.__new__(kind)
     # What the constructor copies from the config under the same name; the loss reads them there.
     for name, value in vars(config).items():
@@ -209,8 +212,10 @@ def _trainer(problem: Problem, options: Mapping[str, Any], micro_batch: int, rlo
 def _config(
     problem: Problem, options: Mapping[str, Any], micro_batch: int, rloo: bool
 ) -> tuple[Any, type]:
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
+    try:
+        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+    except ImportError:
+        raise InputError("TRL is not installed: pip install 'lsverify[trl]'") from None
     common = {
         "output_dir": "unused",
         "report_to": "none",
@@ -225,9 +230,11 @@ def _config(
     with warnings.catch_warnings():
         # TrainingArguments warns of defaults that TRL's configs set themselves.
         warnings.simplefilter("ignore", FutureWarning)
-        if rloo:
-            return RLOOConfig(**common, **options), RLOOTrainer
-        return GRPOConfig(**common, **options), GRPOTrainer
+        kinds = (RLOOConfig, RLOOTrainer) if rloo else (GRPOConfig, GRPOTrainer)
+        try:
+            return kinds[0](**common, **options), kinds[1]
+        except (TypeError, ValueError) as error:
+            raise InputError(f"TRL refuses its options: {error}") from None
 
 
 def _sampled(problem: Problem, rloo: bool, trainer: Any) -> tuple[Any, ...]:

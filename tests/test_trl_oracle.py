@@ -5,6 +5,7 @@ import inspect
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,13 @@ def test_batches_that_trl_cannot_hold_are_refused():
     problem, logps, _ = scored()
     with pytest.raises(InputError, match="no mask for holes"):
         trl_loss(problem, logps, {}, rloo=True)
+    with pytest.raises(InputError, match="micro_batch=3 does not divide the 8 responses"):
+        trl_loss(problem, logps, {}, micro_batch=3)
+    with pytest.raises(InputError, match=r"TRL refuses its options: .*'no_such'"):
+        trl_loss(problem, logps, {"no_such": 1})
+    lone, rows, _ = scored(group_sizes=(1, 1))
+    with pytest.raises(InputError, match="TRL refuses its options: GRPO requires at least 2"):
+        trl_loss(lone, rows, {})
     with pytest.raises(InputError, match="only the preset rloo"):
         rloo_options(preset("rloo", kl="k3"))
 
@@ -370,3 +378,10 @@ def test_a_loss_that_is_not_finite_is_no_agreement():
     ):
         assert apart(ours, broken) == math.inf
         assert apart(broken, ours) == math.inf
+
+
+def test_without_trl_one_line_says_what_to_install(monkeypatch):
+    problem, logps, _ = scored()
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(InputError, match=r"TRL is not installed: pip install 'lsverify\[trl\]'"):
+        trl_loss(problem, logps, {})
