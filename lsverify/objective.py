@@ -5,10 +5,11 @@ counted tokens m_i (the mask of response i; empty for a truncated one under `mas
 objective here is
 
     loss = sum_i 1/D_i sum_{t in m_i} l_it
-    l_it = policy term + beta * KL_it (kl_in="loss") - entropy_bonus * H_it
+    l_it = w_it * policy term + beta * KL_it (kl_in="loss") - entropy_bonus * H_it
 
-and the axes choose the policy term and the denominators D_i. `prepare` freezes all that couples
-responses (advantages, denominators, counted tokens); then `Plan.member` gives one response's part,
+and the axes choose the policy term and the denominators D_i; the constants w_it are 1 unless the
+sampler's log-probs or the off-policy threshold say otherwise. `prepare` freezes all that couples
+responses (advantages, denominators, counted tokens, w_it); then `Plan.member` gives one response's part,
 and the parts sum to the loss. `monolithic` is the same loss once more, batched and written apart.
 """
 
@@ -26,6 +27,7 @@ from lsverify.advantages import advantages, kl_estimate
 from lsverify.errors import InputError
 from lsverify.monolithic import monolithic
 from lsverify.objective_options import PRESETS, Objective, preset
+from lsverify.weights import sampler_weights, sapo_gate, vespo_weight
 
 if TYPE_CHECKING:
     from lsverify.problems import Problem
@@ -98,6 +100,9 @@ class Plan:
     tokens        N tensors [R_i] int64
     old_logp      N tensors [R_i] float64
     ref_logp      N tensors [R_i] float64; None unless a KL term is in the loss
+    correction    N tensors [counted tokens of i] float64, from the sampler's log-probs; None without
+                  `sampler_correction`
+    sampler_logp  N tensors [R_i] float64, or the old ones; None without `off_policy_threshold`
     """
 
     objective: Objective
@@ -107,6 +112,8 @@ class Plan:
     tokens: tuple[Tensor, ...]
     old_logp: tuple[Tensor, ...]
     ref_logp: tuple[Tensor, ...] | None
+    correction: tuple[Tensor, ...] | None = None
+    sampler_logp: tuple[Tensor, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -126,21 +133,43 @@ class Plan:
             )
         kept = logits if bool(counted.all()) else logits[counted.to(logits.device)]
         logp = token_logp(kept, tokens[counted], objective.temperature)
-        losses = self._policy_term(i, logp)
-        if self.ref_logp is not None:
-            ref = self.ref_logp[i][counted].to(logp)
-            losses = losses + objective.beta * kl_estimate(objective.kl, logp, ref)
-        if objective.entropy_bonus:
-            entropy = token_entropy(kept, objective.temperature)
-            losses = losses - objective.entropy_bonus * entropy
+        entropy = token_entropy(kept, objective.temperature) if objective.entropy_bonus else None
+        loss = self._part(i, logp, entropy)
         with torch.no_grad():
             every = logp.detach()
             if kept is not logits:
                 every = token_logp(logits, tokens, objective.temperature)
-        return MemberLoss(loss=losses.sum() / self.denominators[i], logp=every)
+        return MemberLoss(loss=loss, logp=every)
+
+    def part(self, i: int, logp: Tensor, entropy: Tensor | None = None) -> Tensor:
+        """[] the loss of `member` from log-probs [R_i] and, where there is a bonus, entropies [R_i] in nats."""
+        kept = self.counted[i].to(logp.device)
+        return self._part(i, logp[kept], None if entropy is None else entropy[kept])
+
+    def _part(self, i: int, logp: Tensor, entropy: Tensor | None) -> Tensor:
+        """[] from log-probs and entropies [counted tokens]."""
+        losses = self._policy_term(i, logp)
+        if self.ref_logp is not None:
+            losses = losses + self.objective.beta * self._kl_term(i, logp)
+        if entropy is not None:
+            losses = losses - self.objective.entropy_bonus * entropy
+        return losses.sum() / self.denominators[i]
 
     def _policy_term(self, i: int, logp: Tensor) -> Tensor:
-        """[counted tokens] of response i, from their log-probs."""
+        """[counted tokens] of response i, from their log-probs, weights included."""
+        if self._off_policy(i, logp.detach()):
+            return 0.0 * logp
+        if self.objective.clip == "vespo":
+            correction = None if self.correction is None else self.correction[i].to(logp)
+            advantage = float(self.advantages[i])
+            log_ratio = logp.detach() - self._counted(self.old_logp, i, logp)
+            weight = vespo_weight(self.objective, advantage, log_ratio, correction)
+            return -advantage * weight * logp
+        term = self._surrogate(i, logp)
+        return term if self.correction is None else term * self.correction[i].to(logp)
+
+    def _surrogate(self, i: int, logp: Tensor) -> Tensor:
+        """[counted tokens] of response i: what the ratio and the clip make of its advantage."""
         objective, advantage = self.objective, float(self.advantages[i])
         if objective.ratio == "none":
             return -advantage * logp
@@ -148,14 +177,37 @@ class Plan:
         if objective.clip == "cispo":
             low, high = 1 - objective.epsilon_low, 1 + objective.epsilon_high
             return -advantage * log_ratio.detach().exp().clamp(low, high) * logp
+        if objective.clip == "sapo":
+            return -advantage * sapo_gate(objective, advantage, log_ratio)
         bound = self._cut(i, log_ratio.detach())
         # Cut before exp: an overflowing ratio that the clip removes must not become 0 * inf in backward.
         ratio = torch.where(bound.isnan(), log_ratio, 0.0).exp()
         return -advantage * torch.where(bound.isnan(), ratio, bound)
 
+    def _kl_term(self, i: int, logp: Tensor) -> Tensor:
+        """[counted tokens] of response i."""
+        objective, ref = self.objective, self._counted(self.ref_logp, i, logp)
+        estimate = kl_estimate(objective.kl, logp, ref)
+        if objective.kl_straight_through:
+            smooth = kl_estimate("k2", logp, ref)
+            return estimate.detach() + (smooth - smooth.detach())
+        return estimate * self._log_ratio(i, logp).exp() if objective.kl_weighted else estimate
+
+    def _off_policy(self, i: int, logp: Tensor) -> bool:
+        """Whether `off_policy_threshold` drops the policy term of response i."""
+        threshold = self.objective.off_policy_threshold
+        if threshold is None or float(self.advantages[i]) >= 0 or not len(logp):
+            return False
+        drift = self._counted(self.sampler_logp, i, logp) - logp
+        return float(drift.mean()) > threshold
+
+    def _counted(self, values: tuple[Tensor, ...] | None, i: int, like: Tensor) -> Tensor:
+        assert values is not None
+        return values[i][self.counted[i]].to(like)
+
     def _log_ratio(self, i: int, logp: Tensor) -> Tensor:
         """[counted tokens], the same value at all of them unless the ratio is per token."""
-        log_ratio = logp - self.old_logp[i][self.counted[i]].to(logp)
+        log_ratio = logp - self._counted(self.old_logp, i, logp)
         if self.objective.ratio == "token" or not len(logp):
             return log_ratio
         whole = log_ratio.mean() if self.objective.ratio == "sequence" else log_ratio.sum()
@@ -187,7 +239,9 @@ class Plan:
         """
         objective, counted = self.objective, self.counted[i].to(logp.device)
         side = torch.zeros(len(logp), dtype=torch.int8, device=logp.device)
-        if objective.clip == "none" or float(self.advantages[i]) == 0:
+        if objective.clip not in ("two_sided", "cispo") or float(self.advantages[i]) == 0:
+            return side
+        if self._off_policy(i, logp.detach()[counted]):
             return side
         log_ratio = self._log_ratio(i, logp.detach()[counted])
         if objective.clip == "cispo":
@@ -208,10 +262,11 @@ def prepare(objective: Objective, problem: Problem, scores: Scores | None = None
     global_tokens  sum_j |m_j| over the whole problem (DAPO; TRL "dapo").
     local_tokens   K * sum_{j in micro-batch of i} |m_j|: mean over the micro-batch's counted tokens,
                    then over the K micro-batches, empty or short ones included (TRL "bnpo").
-    constant       N * constant_length (Dr. GRPO; TRL "dr_grpo").
+    constant       N * constant_length (Dr. GRPO; TRL "dr_grpo"; with 1 TRL "luspo").
 
-    Raises InputError when beta is above 0 and there are no reference log-probs, when scores do not fit
-    the problem, or when a log-prob that counts is not finite.
+    Raises InputError when beta is above 0 and there are no reference log-probs, when a sampler
+    correction is asked for and there are no sampler's, when scores do not fit the problem, or when a
+    log-prob that counts is not finite.
     """
     scores = scores or Scores()
     responses = problem.responses
@@ -230,6 +285,14 @@ def prepare(objective: Objective, problem: Problem, scores: Scores | None = None
             for i, (each, mask) in enumerate(zip(responses, counted, strict=True)):
                 old_i, ref_i = (_copy(x)[mask] for x in (each.old_logp, ref[i]))
                 rewards[i] -= objective.beta * float(kl_estimate(objective.kl, old_i, ref_i).sum())
+    sampler = [each.sampler_logp for each in responses]
+    corrected = objective.sampler_correction != "none"
+    if corrected:
+        _check("sampler_logp", sampler, counted)
+    drifted = objective.off_policy_threshold is not None
+    drift_from = [
+        each.old_logp if each.sampler_logp is None else each.sampler_logp for each in responses
+    ]
     in_loss = objective.beta > 0 and objective.kl_in == "loss"
     values = advantages(objective.advantage, rewards, problem.group_of, objective.advantage_epsilon)
     return Plan(
@@ -240,6 +303,18 @@ def prepare(objective: Objective, problem: Problem, scores: Scores | None = None
         tokens=tuple(each.tokens.detach().cpu().clone() for each in responses),
         old_logp=tuple(_copy(each.old_logp) for each in responses),
         ref_logp=tuple(_copy(each) for each in ref) if in_loss else None,
+        correction=_corrections(objective, problem, counted) if corrected else None,
+        sampler_logp=tuple(_copy(each) for each in drift_from) if drifted else None,
+    )
+
+
+def _corrections(
+    objective: Objective, problem: Problem, counted: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    pairs = zip(problem.responses, counted, strict=True)
+    return tuple(
+        sampler_weights(objective, _copy(each.old_logp)[mask], _copy(each.sampler_logp)[mask])
+        for each, mask in pairs
     )
 
 
@@ -265,15 +340,20 @@ def _copy(logp: Tensor | None) -> Tensor:
     return logp.detach().to("cpu", torch.float64, copy=True)
 
 
+MISSING = {
+    "ref_logp": "the objective has beta above 0 and member {} has no ref_logp; score the reference policy, or "
+    "set beta=0",
+    "sampler_logp": "the objective has a sampler_correction and member {} has no sampler_logp; give what the "
+    'sampler reported, or set sampler_correction="none"',
+}
+
+
 def _check(name: str, values: Sequence[Tensor | None], counted: Sequence[Tensor]) -> None:
     if len(values) != len(counted):
         raise InputError(f"{name} has {len(values)} members; the problem has {len(counted)}")
     for i, (value, mask) in enumerate(zip(values, counted, strict=True)):
         if value is None:
-            raise InputError(
-                f"the objective has beta above 0 and member {i} has no {name}; score the reference "
-                "policy, or set beta=0"
-            )
+            raise InputError(MISSING[name].format(i))
         if value.shape != mask.shape:
             raise InputError(
                 f"{name} of member {i} has shape {tuple(value.shape)}; its response has {len(mask)} tokens"

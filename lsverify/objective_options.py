@@ -31,9 +31,12 @@ class Objective(BaseModel):
     tokens (GSPO, eq. 7); `trajectory`: its sum over them (RLOO in TRL). Both are one number for the
     whole response and are differentiated as they stand, so every counted token moves the ratio that
     every counted token carries. `none`: no ratio, the policy term is -A * logp."""
-    clip: Literal["two_sided", "cispo", "none"] = "two_sided"
+    clip: Literal["two_sided", "cispo", "sapo", "vespo", "none"] = "two_sided"
     """`two_sided`: -min(r A, clamp(r, 1 - epsilon_low, 1 + epsilon_high) A) (PPO, eq. 7). `cispo`:
-    -w A logp with the clamped ratio w as a constant (MiniMax-M1, eq. 4). `none`: -r A."""
+    -w A logp with the clamped ratio w as a constant (MiniMax-M1, eq. 4). `sapo`: -f(r) A with the smooth
+    gate of `lsverify.weights.sapo_gate`. `vespo`: -phi A logp with the constant of
+    `lsverify.weights.vespo_weight`, always of the whole response; `ratio` then weighs the KL term only.
+    `none`: -r A."""
     epsilon_low: float = Field(default=0.2, gt=0, le=1)
     """The low edge is 1 - epsilon_low; at 1 there is no low edge."""
     epsilon_high: float = Field(default=0.2, gt=0)
@@ -41,9 +44,41 @@ class Objective(BaseModel):
     dual_clip: float | None = Field(default=None, gt=1)
     """With `two_sided`: for a negative advantage the term is at most -A * dual_clip (Dual-clip PPO,
     eq. 5; `delta` in TRL)."""
+    sapo_temperature_pos: float = Field(default=1.0, gt=0)
+    """Steepness of the gate of `sapo` for a positive advantage (2511.20347; the name is TRL's)."""
+    sapo_temperature_neg: float = Field(default=1.05, gt=0)
+    """The same for a negative one."""
+    vespo_k_pos: float = Field(default=2.0, ge=0)
+    """The power in the weight of `vespo` for an advantage of at least 0 (2602.10693; names as in TRL)."""
+    vespo_lambda_pos: float = Field(default=3.0, ge=1e-4)
+    """Its decay; TRL raises smaller ones to 1e-4."""
+    vespo_k_neg: float = Field(default=3.0, ge=0)
+    """The power for a negative advantage."""
+    vespo_lambda_neg: float = Field(default=2.0, ge=1e-4)
+    """The decay for a negative advantage."""
+    sampler_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    """A constant weight exp(old_logp - sampler_logp) on the policy term: per token, or one per response
+    from the sum over its counted tokens; beyond the bounds cut to them (`truncate`) or 0 (`mask`). The
+    KL term and the entropy are not weighted. `vespo` has the weight inside its own ratio."""
+    sampler_clip_max: float | None = Field(default=3.0, gt=0)
+    """Upper bound of that weight; None: none."""
+    sampler_clip_min: float | None = Field(default=None, gt=0)
+    """Lower bound of it; None: none."""
+    off_policy_threshold: float | None = Field(default=None, gt=0)
+    """Drop the policy term of a response whose advantage is negative and whose mean over counted tokens
+    of sampler_logp (old_logp where there is none) - logp is above this, in nats (DeepSeek-V3.2,
+    2512.02556, eq. 9). A constant of the gradient; denominators and KL keep the response."""
     kl: Literal["none", "k1", "k2", "k3"] = "k3"
     """Estimator of KL(policy || reference) per token; no effect while beta is 0. Formulas at
     `lsverify.advantages.kl_estimate`. The sampled estimator is what gets differentiated."""
+    kl_weighted: bool = False
+    """Times the ratio, with its gradient and before any clip: the estimator's expectation is then under
+    the current policy (2512.02556, eq. 7; TRL's use_bias_correction_kl, where it is the default)."""
+    kl_straight_through: bool = False
+    """The estimator's value with the gradient of k2, whose expectation on-policy is that of the KL (verl's
+    `k3+`; TRL has none)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: beta times the estimator joins each token's loss. `reward`: beta times its sum over
     the counted tokens, of old against reference log-probs, leaves the reward before advantages."""
@@ -88,6 +123,29 @@ class Objective(BaseModel):
             raise ValueError(f'beta={self.beta} needs kl "k1", "k2" or "k3"; set one, or beta=0')
         return self
 
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Objective:
+        if self.kl_weighted and (self.ratio == "none" or self.kl_in != "loss"):
+            raise ValueError('kl_weighted needs a ratio and kl_in="loss"; leave it out')
+        if self.kl_straight_through and (self.kl_weighted or self.kl_in != "loss"):
+            raise ValueError(
+                'kl_straight_through needs kl_in="loss" and no kl_weighted; leave one out'
+            )
+        low, high = self.sampler_clip_min, self.sampler_clip_max
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"sampler_clip_min={low} must be below sampler_clip_max={high}")
+        if self.sampler_correction.endswith("_truncate") and low is None and high is None:
+            raise ValueError(
+                f'sampler_correction="{self.sampler_correction}" needs sampler_clip_min or '
+                "sampler_clip_max; give one"
+            )
+        if self.clip == "vespo" and self.sampler_correction.startswith("sequence"):
+            raise ValueError(
+                'clip="vespo" needs a sampler_correction per token, not '
+                f'"{self.sampler_correction}"; use token_truncate or token_mask'
+            )
+        return self
+
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> Objective:
         """An objective from plain values; InputError with one line for what cannot be used."""
@@ -99,7 +157,7 @@ class Objective(BaseModel):
     def edges(self) -> tuple[float, ...]:
         """The ratios at which a clip switches, ascending: per token, or per response for `sequence`
         and `trajectory`. Those of `dual_clip` act on negative advantages only."""
-        if self.clip == "none":
+        if self.clip not in ("two_sided", "cispo"):
             return ()
         edges = {1 - self.epsilon_low, 1 + self.epsilon_high, self.dual_clip or 0.0}
         return tuple(sorted(edge for edge in edges if edge > 0))
@@ -145,6 +203,16 @@ PRESETS: Mapping[str, Objective] = MappingProxyType(
                 aggregation="global_tokens",
             ),
             Objective(name="gspo", ratio="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+            Objective(name="sapo", clip="sapo"),
+            Objective(
+                name="luspo",
+                ratio="sequence",
+                epsilon_low=2e-3,
+                epsilon_high=2.5e-3,
+                aggregation="constant",
+                constant_length=1,
+            ),
+            Objective(name="vespo", clip="vespo", aggregation="global_tokens"),
             Objective(
                 name="reinforce",
                 advantage="none",
@@ -175,6 +243,12 @@ def preset(name: str, /, **overrides: Any) -> Objective:
                low edge. D_i = all counted tokens.
     gspo       GSPO (2507.18071) eq. 5, clip 3e-4 / 4e-4 (section 5.1); TRL
                importance_sampling_level="sequence", loss_type="grpo". D_i = N |m_i|.
+    sapo       SAPO (2511.20347): the clip made smooth; TRL "sapo". D_i = N |m_i|.
+    luspo      LUSPO (2602.05261): gspo's loss with each response weighed by its length, clip
+               2e-3 / 2.5e-3 (section 5.1); TRL importance_sampling_level="sequence", loss_type="luspo".
+               D_i = N.
+    vespo      VESPO (2602.10693): a smooth weight of the whole response; TRL "vespo". D_i = all counted
+               tokens.
     reinforce  Williams (1992): -reward * log-prob of the response, mean over responses. D_i = N.
     """
     if name not in PRESETS:

@@ -25,7 +25,7 @@ from lsverify.ratio_zones import log_edges, zone_order
 
 if TYPE_CHECKING:
     from lsverify.objective import Objective
-    from lsverify.problems import Problem
+    from lsverify.problems import Problem, Response
 
 __all__ = ["Derivative", "check_objective", "finite_difference", "loss_by_hand"]
 
@@ -98,8 +98,8 @@ def check_objective(
     """The rung `objective` for one problem: (measure, limit, detail); it holds where measure <= limit.
 
     Logits [R_i, 11] are drawn near the problem's old log-probs, once for each zone that the clip's edges cut from
-    the ratio axis, so that every counted token (or response) visits every zone and keeps away from the edges. On
-    each draw the loss is compared, in float64, with `monolithic` (value and gradient), with `loss_by_hand`, with
+    the ratio axis, so that every counted token (or response) visits every zone and keeps away from the edges; with an
+    off-policy threshold twice more, every response once on each side of it. On each draw the loss is compared, in float64, with `monolithic` (value and gradient), with `loss_by_hand`, with
     itself when masked rows hold NaN, and its gradient with central differences of `loss_by_hand` along the
     gradient and three random directions. All measures are relative; the one returned is the worst in units of
     its limit.
@@ -109,7 +109,9 @@ def check_objective(
     small = _with_small_vocabulary(problem)
     plan = prepare(objective, small, scores)
     findings, sides, zero = [], [], True
-    for turn in range(len(objective.edges()) + 1):
+    for turn in range(
+        len(objective.edges()) + (1 if objective.off_policy_threshold is None else 3)
+    ):
         logits = _draw_logits(objective, small, plan, seed, turn)
         logps, _ = _score_by_hand(objective, small, [each.numpy() for each in logits])
         sides += [
@@ -267,6 +269,10 @@ def _draw_logits(
             for t in counted.tolist():
                 aims[t] = zones[turns[sign] % len(zones)].draw(1, generator)[0]
                 turns[sign] += 1
+        if turn > len(objective.edges()) and len(counted):
+            aims[counted] += _drift_change(
+                objective, response, aims, counted, far=(i + turn) % 2 == 1
+            )
         # A log-prob is below zero whatever the old one was; masked slots may hold anything.
         wanted = torch.where(plan.counted[i], response.old_logp + aims, -1.0).clamp(max=-1e-3)
         others = rows.scatter(1, response.tokens[:, None], -math.inf).logsumexp(1)
@@ -274,6 +280,15 @@ def _draw_logits(
         rows = rows.scatter(1, response.tokens[:, None], chosen[:, None])
         logits.append(objective.temperature * rows)
     return logits
+
+
+def _drift_change(
+    objective: Objective, response: Response, aims: Tensor, counted: Tensor, far: bool
+) -> float:
+    """What to add to the aims of the counted tokens so that the response's drift is beyond the threshold, or near it."""
+    sampler = response.old_logp if response.sampler_logp is None else response.sampler_logp
+    drift = float((sampler - response.old_logp - aims)[counted].mean())
+    return drift - (objective.off_policy_threshold or 0.0) * (1.5 if far else 0.75)
 
 
 def _score_by_hand(

@@ -208,7 +208,8 @@ def off_policy(
 
     current_logp: N tensors [R_i], the log-probs under the policy about to be trained. old_logp is
     current_logp minus a drawn log-ratio, so it may exceed zero; ref_logp, where the problem has it,
-    is current_logp with noise of 0.1 to 0.3 either way.
+    is current_logp with noise of 0.1 to 0.3 either way. sampler_logp, given where the objective reads
+    it, is old_logp with such noise.
 
     The log-ratio visits every zone that `objective.edges()` cuts, at least 5% of
     `ratio_zones.edge_width` away from every edge. Members whose advantage has one sign take turns:
@@ -233,6 +234,10 @@ def off_policy(
     if problem.responses[0].ref_logp is not None:
         noisy = [logp + _noise(logp.numel(), generator) for logp in current]
         problem = problem.replace_logps(ref=noisy)
+    drift: list[Tensor] | None = None
+    if objective.sampler_correction != "none" or objective.off_policy_threshold is not None:
+        drift = [_noise(logp.numel(), generator) for logp in current]
+        problem = problem.replace_logps(sampler=current)
     signs, counted = _signs_and_counted(problem, objective)
     restless: set[int] = set()
     draws = 0
@@ -241,7 +246,8 @@ def off_policy(
         settled = [0 if i in restless else sign for i, sign in enumerate(signs)]
         log_ratios = _draw_log_ratios(objective, settled, counted, generator)
         old = [logp - drawn for logp, drawn in zip(current, log_ratios, strict=True)]
-        problem = problem.replace_logps(old=old)
+        sampler = drift and [logp + noise for logp, noise in zip(old, drift, strict=True)]
+        problem = problem.replace_logps(old=old, sampler=sampler)
         # A KL term in the reward reads old_logp, so what was drawn for these signs can change them.
         used, (signs, counted) = signs, _signs_and_counted(problem, objective)
         turned = {i for i, sign in enumerate(signs) if sign != used[i]} - restless

@@ -7,6 +7,7 @@ objective, policy, chunk) and contents follow from the drawn seed, so a failure 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -82,19 +83,20 @@ def policies() -> st.SearchStrategy[str]:
 
 
 def objectives() -> st.SearchStrategy[Objective]:
-    """The presets, some with a KL term, a temperature or an entropy bonus."""
+    """The presets, some with a KL term, a temperature, an entropy bonus or a sampler's correction."""
     overrides = st.fixed_dictionaries(
         {},
         optional={
             "beta": st.just(0.04),
             "temperature": st.just(0.7),
             "entropy_bonus": st.just(0.01),
+            "sampler_correction": st.sampled_from(("token_truncate", "token_mask")),
         },
     )
     return st.tuples(st.sampled_from(sorted(PRESETS)), overrides).map(_preset)
 
 
-def _preset(drawn: tuple[str, dict[str, float]]) -> Objective:
+def _preset(drawn: tuple[str, dict[str, Any]]) -> Objective:
     name, overrides = drawn
     return preset(name, **overrides)
 

@@ -49,7 +49,7 @@ REFUSED = [
     ),
     (
         lambda path: options(objective="ppo").cases(),
-        "objective 'ppo' is not known; choose from grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, reinforce",
+        "objective 'ppo' is not known; choose from grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, sapo, luspo, vespo, reinforce",
     ),
     (
         lambda path: options(require="all").cases(),

@@ -214,7 +214,9 @@ def test_the_clip_of_the_plan_itself_cuts_on_both_sides(name):
     current = current_logp(drawn)
     plan = prepare(objective, off_policy(drawn, current, objective, 0))
     sides = {int(side) for i in range(len(drawn)) for side in plan.clip_side(i, current[i])}
-    expected = {"none": {0}, "cispo": {0, 1}}.get(objective.clip, {-1, 0, 1})
+    expected = {"none": {0}, "sapo": {0}, "vespo": {0}, "cispo": {0, 1}}.get(
+        objective.clip, {-1, 0, 1}
+    )
     assert sides == expected
 
 
