@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from lsverify import cli_files
 from lsverify.errors import InputError
 
 # Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
@@ -483,6 +484,9 @@ def alarms(
         write_whole(out, made.model_dump_json(indent=1))
     report.wide_console().print(made.table())
     return 1 if made.wrong(honest=True) or made.wrong(honest=False) else 0
+
+
+cli_files.register(app)
 
 
 def run(arguments: list[str]) -> int:

@@ -6,6 +6,7 @@ ranks, to one or more parameters; `name_ties` carries values along them. Here ma
 
 from __future__ import annotations
 
+import fnmatch
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -61,6 +62,11 @@ class NameMap(BaseModel):
     ranks: dict[str, PositiveInt] = Field(default_factory=dict)
     ignore: list[str] = Field(default_factory=list)
     rule: Annotated[list[Rule], Field(min_length=1)]
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor's name, with or without that of its file, is one that is no gradient."""
+        both = (name, name.partition("/")[2])
+        return any(fnmatch.fnmatchcase(n, pattern) for pattern in self.ignore for n in both)
 
 
 def read_map(spec: str) -> NameMap:

@@ -6,10 +6,9 @@ that this is a bijection on elements.
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -192,10 +191,17 @@ class Tie:
         }
 
 
-def tie(owner: NameMap, shapes: Shapes, config: object, files: TensorFiles) -> list[Tie]:
+def tie(
+    owner: NameMap,
+    shapes: Shapes,
+    config: object,
+    files: TensorFiles,
+    spare: Collection[str] = (),
+) -> list[Tie]:
     """The map's rules tied to this model's parameters and the file's tensors.
 
-    shapes: parameter name -> shape. config: the model's, for sizes that rules name. Raises `InputError` when no rule
+    shapes: parameter name -> shape. config: the model's, for sizes that rules name. spare: parameters that may be
+    missing altogether. Raises `InputError` when no rule
     applies, a tensor is missing, left over or of another shape.
     """
     found: dict[str, list[Tie]] = {}
@@ -213,16 +219,14 @@ def tie(owner: NameMap, shapes: Shapes, config: object, files: TensorFiles) -> l
         )
     ties: list[Tie] = []
     for name in shapes:
-        if name in found and not any(name in each.ours for each in ties):
+        if name not in found or any(name in each.ours for each in ties):
+            continue
+        there = any(s.name in files.entries for each in found[name] for s in each.expected)
+        if there or name not in spare:
             ties.append(_chosen(name, found[name], files))
     used = _require_fitting(ties, files)
     for name in files.entries:
-        ignored = any(
-            fnmatch.fnmatchcase(each, pattern)
-            for pattern in owner.ignore
-            for each in (name, name.partition("/")[2])
-        )
-        if name not in used and not ignored:
+        if name not in used and not owner.ignores(name):
             raise InputError(
                 f"{files.path}: tensor {shown(name)} is used by no rule of the map; add a rule, or ignore it"
             )

@@ -85,16 +85,20 @@ class Entry:
         """Itself. Raises `InputError`, naming the first place, when a value is NaN or infinite."""
         at = 0
         for block in self.blocks():
-            bad = ~torch.isfinite(block)
-            if bool(bad.any()):
-                first = int(bad.nonzero()[0])
-                refuse(
-                    self.file,
-                    f"tensor {shown(self.key)} is {float(block[first])} at element {at + first}; only finite values can "
-                    "be compared, so mend the step that made it",
-                )
+            self.require_finite(block, at)
             at += len(block)
         return self
+
+    def require_finite(self, block: Tensor, at: int) -> None:
+        """Raises `InputError` when a value of a block, which begins at element `at`, is NaN or infinite."""
+        if bool(torch.isfinite(block).all()):
+            return
+        first = int((~torch.isfinite(block)).nonzero()[0])
+        refuse(
+            self.file,
+            f"tensor {shown(self.key)} is {float(block[first])} at element {at + first}; only finite values can be "
+            "compared, so mend the step that made it",
+        )
 
 
 @dataclass(frozen=True)
