@@ -63,9 +63,9 @@ def check(
     """Judge a file of gradients against the case of an exported folder. Raises `InputError` for unusable files."""
     allowed = _rungs("allow-missing", allow_missing, MAY_LACK)
     owner = read_map(map_spec) if map_spec else None
+    config = read_case(folder)
     files = open_tensors(gradients)
     found = sort(files)
-    config = read_case(folder)
     if require is not None:
         (needed,) = _rungs("require", [require], RUNGS)
         config = config.model_copy(update={"require": needed})
@@ -239,5 +239,6 @@ def verdict(case: CaseReceipt) -> str:
         name = "one optimizer step" if rung.name == "optimizer_delta" else rung.name
         state = "equal" if rung.holds else "not shown" if rung.status == "not_run" else rung.status
         words.append((state, name))
-    states = list(dict.fromkeys(state for state, _ in words))
+    order = {"equal": 0, "not shown": 2}
+    states = sorted(dict.fromkeys(state for state, _ in words), key=lambda s: order.get(s, 1))
     return "; ".join(f"{', '.join(n for s, n in words if s == state)} {state}" for state in states)

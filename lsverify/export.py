@@ -8,6 +8,7 @@ has the case and the sha256 of every other file. Nothing in the folder is believ
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,9 +86,9 @@ def export(config: CaseConfig, folder: Path) -> list[Path]:
 
 
 def _require_free(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise InputError(f"{folder} is a file: choose a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / CASE).is_file():
+    if os.path.isdir(folder) and os.listdir(folder) and not (folder / CASE).is_file():
         raise InputError(
             f"{folder} has other files in it: choose a new folder, or one that export wrote"
         )
@@ -152,7 +153,7 @@ def read_case(folder: Path) -> CaseConfig:
     Raises `InputError` for anything that `export` does not write, a file that is missing or altered, and sizes of the
     case that are not the problem's.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(
             f"{folder} is not a folder that lsverify export wrote: write one, or unpack it"
         )

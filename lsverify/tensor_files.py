@@ -124,7 +124,7 @@ def open_tensors(path: Path) -> TensorFiles:
 
     Raises `InputError` for anything else and for a file that is not what its header claims.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return _indexed(path / INDEX) if (path / INDEX).is_file() else _ranks(path)
     if path.name.endswith(".index.json"):
         return _indexed(path)
@@ -172,7 +172,7 @@ def _indexed(index: Path) -> TensorFiles:
 def plain_name(owner: Path, name: str) -> str:
     """The name, if it is one of a file beside `owner`. Raises `InputError` for a path that leads anywhere else."""
     unsafe = name in ("", ".", "..") or any(c in name for c in "/\\:\0") or not name.isprintable()
-    if unsafe or (owner.parent / name).is_symlink():
+    if unsafe or os.path.islink(owner.parent / name):
         refuse(owner, f"names the file {shown(name)}; only plain files in its own folder are read")
     return name
 
