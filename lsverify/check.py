@@ -11,22 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, FileEvidence, Rung, RungName
 from lsverify.export import read_case, require_same, sha256
-from lsverify.foreign import (
-    Names,
-    Sorted,
-    decision_rows,
-    gradients_of,
-    log_probs_of,
-    loss_of,
-    names_of,
-    sort,
-    update_of,
-)
+from lsverify.foreign import Answer, Names, answer_of, gradients_of, names_of
 from lsverify.ladder import (
     clamped,
     distance,
@@ -45,7 +33,7 @@ from lsverify.rungs.forward import compared
 from lsverify.rungs.gradient import gradient
 from lsverify.rungs.one_step import one_step
 from lsverify.setting import make_setting
-from lsverify.tensor_files import open_tensors, refuse
+from lsverify.tensor_files import open_tensors, shown
 from lsverify.trace import Choice, Place, Site, Trace
 
 # Rungs that a file may lack; its gradient is what it is checked for, and the objective is ours.
@@ -65,31 +53,24 @@ def check(
     owner = read_map(map_spec) if map_spec else None
     config = read_case(folder)
     files = open_tensors(gradients)
-    found = sort(files)
     if require is not None:
         (needed,) = _rungs("require", [require], RUNGS)
         config = config.model_copy(update={"require": needed})
     setting = make_setting(config)
     require_same(setting, folder)
-    referee = Referee(setting)
+    names = names_of(setting.model, owner)
+    answer = answer_of(files, names, setting.problem)
     evidence = FileEvidence(
         folder=str(folder),
         gradients=str(gradients),
         map=map_spec,
-        sha256="",
+        # After shapes were held against the model's: what does not belong here may be of any size.
+        sha256=sha256(sorted({entry.file for entry in files.entries.values()})),
         allow_missing=allowed,
     )
     one_thread = threads(1 if is_small(config.arch) else None)
     with setting.computing(), one_thread, deterministic():
-        case = _judged(config, referee, found, names_of(setting.model, owner), evidence)
-    # After its shapes were held against the model's: what does not belong here may be of any size.
-    digest = sha256(sorted({entry.file for entry in files.entries.values()}))
-    return case.model_copy(
-        update={
-            "files": evidence.model_copy(update={"sha256": digest}),
-            "candidate_source": digest[:12],
-        }
-    )
+        return _judged(config, Referee(setting), answer, names, evidence)
 
 
 def _rungs(name: str, given: Sequence[str], allowed: Sequence[RungName]) -> tuple[RungName, ...]:
@@ -99,29 +80,30 @@ def _rungs(name: str, given: Sequence[str], allowed: Sequence[RungName]) -> tupl
 
 
 def _judged(
-    config: CaseConfig, referee: Referee, files: Sorted, names: Names, evidence: FileEvidence
+    config: CaseConfig, referee: Referee, answer: Answer, names: Names, evidence: FileEvidence
 ) -> CaseReceipt:
     setting = referee.setting
     claim = claim_of(config, None, setting.objective)
     full = Claim(label="full", policy=None, objective=claim.objective)
     expected = referee.oracle(claim).gradients
     unreached = [name for name, value in expected.items() if value is None]
-    read = names.read(files.gradients, unreached)
-    run = Run(gradients=gradients_of(read, expected))
+    names.require(answer.values, Path(evidence.gradients), unreached)
+    run = Run(gradients=gradients_of(answer.values, expected))
     against_claim = referee.compared(claim, run.gradients)
     against_full = referee.compared(full, run.gradients)
     shown = {
         "objective": lambda: objective_rung(config, referee, claim),
         "execution": lambda: _nothing("execution", "a file does not show how its step was run"),
-        "forward": lambda: _forward(claim, referee, files),
+        "forward": lambda: _forward(claim, referee, answer),
         "gradient": lambda: gradient(claim, run, (), referee, against_claim),
-        "optimizer_delta": lambda: _optimizer(claim, referee, files, names),
+        "optimizer_delta": lambda: _optimizer(claim, referee, answer),
     }
     needed = RUNGS[: RUNGS.index(config.require) + 1]
     return CaseReceipt(
         arch=config.arch,
         policy=config.policy,
         candidate=Path(evidence.gradients).name,
+        candidate_source=evidence.sha256[:12],
         reference=claim.label,
         dtype=config.dtype,
         prompt_length=config.prompt_length,
@@ -144,8 +126,8 @@ def _judged(
             *zero_gradient(against_claim, claim.objective, config),
             *too_coarse(referee.limits(claim), config),
             *clamped(claim, referee),
-            *_choices_unshown(referee, files),
-            *_zeros(read, unreached),
+            *_choices_unshown(referee, answer),
+            *_zeros(answer.values, unreached),
         ),
         files=evidence,
     )
@@ -166,10 +148,9 @@ class _Reported:
         return False
 
 
-def _forward(claim: Claim, referee: Referee, files: Sorted) -> Rung:
-    rows, problem = log_probs_of(files, referee.setting.problem), referee.setting.problem
-    choices = _choices(referee, files)
-    loss = loss_of(files)
+def _forward(claim: Claim, referee: Referee, answer: Answer) -> Rung:
+    problem, rows, loss = referee.setting.problem, answer.log_probs, answer.loss
+    choices = _choices(referee, answer)
     if rows is None:
         return _nothing("forward", f"no log_probs.0 to log_probs.{len(problem) - 1} in the file")
     if loss is None:
@@ -178,22 +159,20 @@ def _forward(claim: Claim, referee: Referee, files: Sorted) -> Rung:
     return compared(claim, run, referee, lambda **_: run)
 
 
-def _choices(referee: Referee, files: Sorted) -> dict[tuple[Site, Place], Choice]:
+def _choices(referee: Referee, answer: Answer) -> dict[tuple[Site, Place], Choice]:
     """Choices by site and place, where the file has them. Raises `InputError` for a module that chooses nothing."""
     problem = referee.setting.problem
-    rows = decision_rows(files, problem)
-    if not rows:
+    if not answer.decisions:
         return {}
     trace = referee.full_run.trace
     assert trace is not None
     modules = sorted({site.module for site, _ in trace.choices})
     found: dict[tuple[Site, Place], Choice] = {}
-    for (module, i), table in rows.items():
+    for (module, i), table in answer.decisions.items():
         if module not in modules:
             known = f"{modules[0]} and {len(modules) - 1} others do" if modules else "none does"
-            refuse(
-                files.gradients.path,
-                f"has decisions of {module!r}, which chooses nothing; {known}",
+            raise InputError(
+                f"decisions are given of {shown(module)}, which chooses nothing; {known}"
             )
         for position, line in enumerate(table.tolist()):
             inside = position < len(problem.prompt(i))
@@ -207,15 +186,14 @@ def _choices(referee: Referee, files: Sorted) -> dict[tuple[Site, Place], Choice
     return found
 
 
-def _optimizer(claim: Claim, referee: Referee, files: Sorted, names: Names) -> Rung:
-    if not files.after.entries:
+def _optimizer(claim: Claim, referee: Referee, answer: Answer) -> Rung:
+    if answer.update is None:
         return _nothing("optimizer_delta", "no parameters after a step (after.NAME) in the file")
-    after: dict[str, Tensor] = names.read(files.after, ())
-    return one_step(claim, referee, update_of(files.after), after)
+    return one_step(claim, referee, answer.update, answer.after)
 
 
-def _choices_unshown(referee: Referee, files: Sorted) -> list[str]:
-    if files.decisions or not referee.chooses:
+def _choices_unshown(referee: Referee, answer: Answer) -> list[str]:
+    if answer.decisions or not referee.chooses:
         return []
     return ["the file has no decisions: which experts or keys were chosen shows only in its values"]
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class Names:
     config: Any
     owner: NameMap | None
 
-    def read(self, files: TensorFiles, optional: Collection[str]) -> dict[str, Tensor]:
-        """Tensors by our names; those of `optional` only where they are there.
+    def read(self, files: TensorFiles) -> dict[str, Tensor]:
+        """Tensors by our names, as far as they are there.
 
         Every shape is held against the model's before a number is read. Raises `InputError` for what does not fit.
         """
@@ -93,8 +94,7 @@ class Names:
                         f"{', '.join(FLOATING)}",
                     )
         shapes = {**self.shapes, **{a: self.shapes[n] for a, n in self.aliases.items()}}
-        spare = {*optional, *self.aliases, *self.aliases.values()}
-        found = self._mapped(files, shapes, spare) if self.owner else self._plain(files, shapes)
+        found = self._mapped(files, shapes) if self.owner else self._plain(files, shapes)
         for alias, name in self.aliases.items():
             if alias in found:
                 tied = found.pop(alias)
@@ -103,14 +103,17 @@ class Names:
                         files.path,
                         f"has {alias} and {name} with different values, but they are one tensor; write their sum once",
                     )
-        missing = [name for name in self.shapes if name not in found and name not in optional]
+        return found
+
+    def require(self, found: Collection[str], path: Path, spare: Collection[str] = ()) -> None:
+        """Raises `InputError` when a parameter that is not spare was not found."""
+        missing = [name for name in self.shapes if name not in found and name not in spare]
         if missing:
             refuse(
-                files.path,
+                path,
                 f"lacks {missing[0]} ({len(missing)} of {len(self.shapes)} parameters are missing); write every "
                 "gradient, or give the other stack's names by --map",
             )
-        return found
 
     def _plain(self, files: TensorFiles, shapes: Shapes) -> dict[str, Tensor]:
         for name, entry in files.entries.items():
@@ -127,13 +130,10 @@ class Names:
                 )
         return {name: entry.finite().read() for name, entry in files.entries.items()}
 
-    def _mapped(
-        self, files: TensorFiles, shapes: Shapes, spare: Collection[str]
-    ) -> dict[str, Tensor]:
+    def _mapped(self, files: TensorFiles, shapes: Shapes) -> dict[str, Tensor]:
         assert self.owner is not None
-        ties = tie(self.owner, shapes, self.config, files, spare)
         found: dict[str, Tensor] = {}
-        for one in ties:
+        for one in tie(self.owner, shapes, self.config, files):
             require_bijection(one)
             found |= _pulled(one, files)
         return found
@@ -165,6 +165,34 @@ def gradients_of(found: dict[str, Tensor], reached: Mapping[str, Tensor | None])
         unreached = expected is None and value is not None and not bool(value.any())
         gradients[name] = None if unreached else value
     return gradients
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a file says, read and sound: None or empty where it says nothing."""
+
+    values: dict[str, Tensor]
+    log_probs: tuple[Tensor, ...] | None
+    loss: float | None
+    decisions: dict[tuple[str, int], Tensor]
+    after: dict[str, Tensor]
+    update: Update | None
+
+
+def answer_of(files: TensorFiles, names: Names, problem: Problem) -> Answer:
+    """Everything read. Raises `InputError` for whatever does not fit the model or the problem."""
+    found = sort(files)
+    after = names.read(found.after) if found.after.entries else {}
+    if after:
+        names.require(after, files.path)
+    return Answer(
+        values=names.read(found.gradients),
+        log_probs=log_probs_of(found, problem),
+        loss=loss_of(found),
+        decisions=decision_rows(found, problem),
+        after=after,
+        update=update_of(files) if after else None,
+    )
 
 
 def log_probs_of(files: Sorted, problem: Problem) -> tuple[Tensor, ...] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -191,17 +191,10 @@ class Tie:
         }
 
 
-def tie(
-    owner: NameMap,
-    shapes: Shapes,
-    config: object,
-    files: TensorFiles,
-    spare: Collection[str] = (),
-) -> list[Tie]:
-    """The map's rules tied to this model's parameters and the file's tensors.
+def tie(owner: NameMap, shapes: Shapes, config: object, files: TensorFiles) -> list[Tie]:
+    """The map's rules tied to this model's parameters and the file's tensors; parameters of which nothing is there have none.
 
-    shapes: parameter name -> shape. config: the model's, for sizes that rules name. spare: parameters that may be
-    missing altogether. Raises `InputError` when no rule
+    shapes: parameter name -> shape. config: the model's, for sizes that rules name. Raises `InputError` when no rule
     applies, a tensor is missing, left over or of another shape.
     """
     found: dict[str, list[Tie]] = {}
@@ -221,9 +214,13 @@ def tie(
     for name in shapes:
         if name not in found or any(name in each.ours for each in ties):
             continue
-        there = any(s.name in files.entries for each in found[name] for s in each.expected)
-        if there or name not in spare:
+        if any(s.name in files.entries for each in found[name] for s in each.expected):
             ties.append(_chosen(name, found[name], files))
+    if not ties:
+        example = next(iter(next(iter(found.values()))[0].expected)).name
+        raise InputError(
+            f"{files.path}: has no tensor that the map names, such as {shown(example)}; give the map of this stack"
+        )
     used = _require_fitting(ties, files)
     for name in files.entries:
         if name not in used and not owner.ignores(name):

@@ -300,7 +300,7 @@ def test_a_folder_that_was_altered_is_refused(run, llama, tmp_path, name, change
         (["--allow-missing", "gradient"], "allow-missing 'gradient' is not allowed"),
         (["--require", "everything"], "require 'everything' is not allowed"),
         (["--map", "nowhere.toml"], "cannot be read as a name map"),
-        (["--map", "megatron_core"], "is missing, which the map needs for model.embed_tokens"),
+        (["--map", "megatron_core"], "has no tensor that the map names, such as 'embedding.word"),
     ],
 )
 def test_options_that_are_none_are_refused(run, llama, arguments, expected):
