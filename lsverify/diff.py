@@ -126,6 +126,11 @@ def _require_alike(a: TensorFiles, b: TensorFiles) -> None:
             raise InputError(
                 f"{b.path}: has {shown(name)} of shape {list(twin.shape)}, {a.path} of {list(entry.shape)}"
             )
+        if (entry.dtype in FLOATING) != (twin.dtype in FLOATING):
+            raise InputError(
+                f"{b.path}: has {shown(name)} in {twin.dtype}, {a.path} in {entry.dtype}; whole numbers and floating ones "
+                "are not compared"
+            )
         for each in (entry, twin):
             if each.dtype.startswith("F8"):
                 raise InputError(

@@ -182,6 +182,8 @@ def read_case(folder: Path) -> CaseConfig:
     if problem.content_hash() != case.problem:
         refuse(path, "names another problem than the folder has; export the case again")
     _require_known(path, case.case, problem)
+    if read_objective(case.case.objective).model_dump(mode="json") != case.objective:
+        refuse(path, "spells out another objective than its case has; export the case again")
     return case.case
 
 
