@@ -215,7 +215,9 @@ def verdict(case: CaseReceipt) -> str:
         if rung.name not in case.needed or (rung.name == "objective" and rung.holds):
             continue  # the objective is ours: that it holds says nothing of the file
         name = "one optimizer step" if rung.name == "optimizer_delta" else rung.name
-        state = "equal" if rung.holds else "not shown" if rung.status == "not_run" else rung.status
+        proven = rung.status in ("proven", "proven_zero")
+        state = {"not_run": "not shown"}.get(rung.status, rung.status.replace("_", " "))
+        state = "equal" if proven else state
         words.append((state, name))
     order = {"equal": 0, "not shown": 2}
     states = sorted(dict.fromkeys(state for state, _ in words), key=lambda s: order.get(s, 1))

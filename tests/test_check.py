@@ -307,6 +307,18 @@ def test_options_that_are_none_are_refused(run, llama, arguments, expected):
     one_line(run, expected, "check", *llama, *arguments)
 
 
+def test_a_precision_in_which_no_step_shows_says_so(run, tmp_path):
+    folder = tmp_path / "case"
+    assert run("export", "llama", folder, *QUICK, "--dtype", "bfloat16")[0] == 0
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"after.{name}": tensor for name, tensor in tensors.items()}
+    path = write(tensors, tmp_path / "f.safetensors", {"optimizer": '{"kind": "sgd", "lr": 0.05}'})
+    code, out, _ = run("check", folder, path)
+    assert code == 1
+    last = "gradient failed; one optimizer step not applicable; execution, forward not shown"
+    assert out.splitlines()[-1] == last
+
+
 def test_export_refuses_what_it_cannot_write(run, tmp_path):
     (tmp_path / "file").write_text("")
     one_line(run, "is a file: choose a folder", "export", "llama", tmp_path / "file")
