@@ -6,7 +6,7 @@ without it says so by name, and the receipt keeps that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -192,10 +192,20 @@ def _optimizer(claim: Claim, referee: Referee, answer: Answer) -> Rung:
     return one_step(claim, referee, answer.update, answer.after)
 
 
-def _choices_unshown(referee: Referee, answer: Answer) -> list[str]:
-    if answer.decisions or not referee.chooses:
-        return []
-    return ["the file has no decisions: which experts or keys were chosen shows only in its values"]
+def _choices_unshown(referee: Referee, answer: Answer) -> Iterator[str]:
+    """Says so where choices were made that the file does not tell."""
+    if not referee.chooses:
+        return
+    trace = referee.full_run.trace
+    assert trace is not None
+    modules = sorted({site.module for site, _ in trace.choices})
+    asked = [(m, i) for m in modules for i in range(len(referee.setting.problem))]
+    absent = [f"decisions.{m}.{i}" for m, i in asked if (m, i) not in answer.decisions]
+    if absent:
+        yield (
+            f"{len(absent)} of {len(asked)} tables of decisions are not in the file ({absent[0]}): what was chosen there "
+            "shows only in its values"
+        )
 
 
 def _zeros(read: dict[str, Any], unreached: Sequence[str]) -> list[str]:

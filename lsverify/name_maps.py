@@ -7,8 +7,10 @@ ranks, to one or more parameters; `name_ties` carries values along them. Here ma
 from __future__ import annotations
 
 import fnmatch
+import re
 import tomllib
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -107,14 +109,12 @@ def _parsed(path: Path) -> NameMap:
 
 
 def _require_sound(path: Path, where: str, rule: Rule, owner: NameMap) -> None:
-    known = {*PLACEHOLDERS, *owner.ranks, "expert", "local_expert"}
-    for pattern in (*rule.ours, rule.theirs, owner.prefix):
-        try:
-            pattern.format(**dict.fromkeys(known, 0))
-        except (KeyError, ValueError, IndexError, AttributeError) as error:
-            refuse(
-                path, f"has pattern {shown(pattern)} in {where}, which cannot be filled in: {error}"
-            )
+    first = _placeholders(path, where, rule.ours[0], tuple(PLACEHOLDERS))
+    for pattern in rule.ours[1:]:
+        _placeholders(path, where, pattern, first)
+    experts = ("expert", "local_expert") if rule.experts else ()
+    _placeholders(path, where, rule.theirs, (*first, *owner.ranks, *experts))
+    _placeholders(path, "prefix", owner.prefix, tuple(owner.ranks))
     if unknown := sorted(rule.shards.keys() - owner.ranks.keys()):
         refuse(path, f"has shards over {unknown[0]!r} in {where}, which [ranks] does not count")
     if rule.pieces * len(rule.ours) == 1 and rule.groups != 1:
@@ -125,6 +125,23 @@ def _require_sound(path: Path, where: str, rule: Rule, owner: NameMap) -> None:
         refuse(path, f"has padded in {where}, which is for one parameter in one piece")
     if "own" in rule.shards.values() and not rule.experts:
         refuse(path, f"has own in {where}, which is for experts = true")
+
+
+def _placeholders(path: Path, where: str, pattern: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of a pattern. Raises `InputError` for one that is not known there, or is formatted by more than a width."""
+    try:
+        fields = [part for part in Formatter().parse(pattern) if part[1] is not None]
+    except ValueError as error:
+        refuse(path, f"has pattern {shown(pattern)} in {where}, which cannot be filled in: {error}")
+    for _, name, width, conversion in fields:
+        sound = name in known and conversion is None and re.fullmatch(r"(0?[1-9])?", width or "")
+        if not sound or (width and name == "name"):
+            refuse(
+                path,
+                f"has pattern {shown(pattern)} in {where}, where {shown(name)} cannot be filled in; there are "
+                f"{', '.join(known) or 'no placeholders'}, with a width such as {{tp:02}} for numbers",
+            )
+    return tuple(name for _, name, _, _ in fields if name is not None)
 
 
 def _counts(spec: str, text: str, owner: NameMap) -> dict[str, int]:

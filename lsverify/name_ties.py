@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from string import Formatter
 from typing import Any, NamedTuple
 
 import torch
@@ -269,23 +270,30 @@ def _require_fitting(ties: Sequence[Tie], files: TensorFiles) -> set[str]:
     return set(owners)
 
 
-def _matches(rule: Rule, shapes: Shapes) -> Iterator[tuple[dict[str, str], tuple[str, ...]]]:
+def _matches(rule: Rule, shapes: Shapes) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
     """For each parameter that the first of `ours` names, if all of them are there: placeholders and names."""
     first = _regex(rule.ours[0])
     for name in shapes:
         if match := first.fullmatch(name):
-            bound = match.groupdict()
+            bound = {key: _bound(key, text) for key, text in match.groupdict().items()}
             ours = tuple(pattern.format(**bound) for pattern in rule.ours)
             if all(each in shapes for each in ours):
                 yield bound, ours
 
 
+def _bound(key: str, text: str) -> Any:
+    """A layer as a number, so that their names may pad it to a width."""
+    return int(text) if key == "layer" else text
+
+
 def _regex(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r"\{(\w+)\}", pattern)
-    text = "".join(
-        re.escape(part) if i % 2 == 0 else f"(?P<{part}>{PLACEHOLDERS.get(part, '.+')})"
-        for i, part in enumerate(parts)
-    )
+    """What the pattern matches; a placeholder that comes again stands for the same."""
+    text, seen = "", set()
+    for literal, name, _, _ in Formatter().parse(pattern):
+        text += re.escape(literal)
+        if name is not None:
+            text += f"(?P={name})" if name in seen else f"(?P<{name}>{PLACEHOLDERS[name]})"
+            seen.add(name)
     return re.compile(text)
 
 
