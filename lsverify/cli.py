@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from lsverify import cli_files
 from lsverify.cli_faults import faults
 from lsverify.errors import InputError
 
@@ -487,6 +488,7 @@ def alarms(
 
 
 app.command()(faults)
+cli_files.register(app)
 
 
 def run(arguments: list[str]) -> int:

@@ -135,6 +135,19 @@ class CaseConfig(_Record):
     require: RungName = RUNGS[-1]
 
 
+class FileEvidence(_Record):
+    """Where a verdict rests on files (see `lsverify.check`): folder, gradients and map as given, sha256 of the gradients.
+
+    A rung of `allow_missing` without evidence in the files does not keep the case from its claim.
+    """
+
+    folder: str
+    gradients: str
+    map: str | None
+    sha256: str
+    allow_missing: tuple[RungName, ...] = ()
+
+
 class CaseReceipt(_Record):
     """A case and what it proved.
 
@@ -163,13 +176,29 @@ class CaseReceipt(_Record):
     config: CaseConfig
     problem: str
     warnings: tuple[str, ...] = ()
+    files: FileEvidence | None = None
 
     @property
     def reached(self) -> bool:
-        """Whether every rung up to the required one holds."""
-        needed = RUNGS[: RUNGS.index(self.config.require) + 1]
-        found = {rung.name: rung for rung in self.rungs}
-        return all(name in found and found[name].holds for name in needed)
+        """Whether every rung up to the required one holds, or lacks evidence that was said to be missing."""
+        return {rung.name for rung in self.rungs} >= set(self.needed) and not self.unmet
+
+    @property
+    def needed(self) -> tuple[RungName, ...]:
+        """The rungs up to the required one."""
+        return RUNGS[: RUNGS.index(self.config.require) + 1]
+
+    @property
+    def unmet(self) -> tuple[Rung, ...]:
+        """The rungs that keep the case from its claim."""
+        missing = self.files.allow_missing if self.files else ()
+        return tuple(
+            rung
+            for rung in self.rungs
+            if rung.name in self.needed
+            and not rung.holds
+            and not (rung.status == "not_run" and rung.name in missing)
+        )
 
 
 class Environment(_Record):

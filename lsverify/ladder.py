@@ -118,7 +118,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
     full = Claim(label="full", policy=None, objective=claim.objective)
     against_claim = referee.compared(held_to, run.gradients)
     against_full = referee.compared(full, run.gradients)
-    rungs = [_objective(config, referee, claim)]
+    rungs = [objective_rung(config, referee, claim)]
     if "execution" in wanted:
         rungs.append(execution(config, claim, setting.problem, run, (again, weight)))
     if "forward" in wanted:
@@ -144,24 +144,25 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
         objective=claim.objective.name,
         seed=config.seed,
         rungs=tuple(rungs),
-        gradient=_distance(against_claim, run),
-        bias=_distance(against_full, run),
+        gradient=distance(against_claim, run),
+        bias=distance(against_full, run),
         paper_gate=None if run.error else against_full.paper_gate,
-        parameters=_parameters(against_claim, against_full),
+        parameters=parameters(against_claim, against_full),
         accounting=account(claim, referee, chunk=config.chunk, run=run, again=again, weight=weight),
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(
-            *_zero(against_claim, claim.objective, config),
-            *_loud(referee.limits(held_to), config),
+            *zero_gradient(against_claim, claim.objective, config),
+            *too_coarse(referee.limits(held_to), config),
             *_texts(caught),
-            *_clamped(claim, referee),
+            *clamped(claim, referee),
             *_declared(claim, setting.objective),
         ),
     )
 
 
-def _objective(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
+def objective_rung(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
+    """`objective`: the claim's objective against outside oracles, on the setting's problem."""
     setting, objective = referee.setting, claim.objective
     measure, limit, detail = check_objective(objective, setting.problem, config.seed)
     if objective.aux_coef:
@@ -206,7 +207,8 @@ class _PathRaisedError(Exception):
     """Tells an error of the path under test, which is evidence, from one of ours, which is not."""
 
 
-def _distance(comparison: Comparison, run: Run) -> Distance | None:
+def distance(comparison: Comparison, run: Run) -> Distance | None:
+    """The comparison's numbers over all parameters; None after an error."""
     if run.error is not None:
         return None
     return Distance(
@@ -218,7 +220,8 @@ def _distance(comparison: Comparison, run: Run) -> Distance | None:
     )
 
 
-def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
+def parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
+    """Every parameter of the comparison with the claim, and its distance from full autograd."""
     bias = {tensor.name: tensor.rel_l2 for tensor in full.tensors}
     found = [
         Parameter(
@@ -248,7 +251,9 @@ def _parameters(claimed: Comparison, full: Comparison) -> tuple[Parameter, ...]:
     return tuple(found)
 
 
-def _zero(comparison: Comparison, objective: Objective, config: CaseConfig) -> Iterable[str]:
+def zero_gradient(
+    comparison: Comparison, objective: Objective, config: CaseConfig
+) -> Iterable[str]:
     """Says so when there was no gradient to get wrong."""
     if comparison.status == "proven_zero":
         yield (
@@ -258,7 +263,7 @@ def _zero(comparison: Comparison, objective: Objective, config: CaseConfig) -> I
         )
 
 
-def _loud(limits: Limits, config: CaseConfig) -> Iterable[str]:
+def too_coarse(limits: Limits, config: CaseConfig) -> Iterable[str]:
     """Says so when the precision is too coarse for the comparison to mean anything."""
     above = {
         name: limit.value for name, limit in limits.per_tensor.items() if limit.value > MEANINGFUL
@@ -275,7 +280,8 @@ def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
     return sorted({f"{w.category.__name__}: {w.message}" for w in caught})
 
 
-def _clamped(claim: Claim, referee: Referee) -> Iterable[str]:
+def clamped(claim: Claim, referee: Referee) -> Iterable[str]:
+    """Says so when a policy reaches beyond a prompt."""
     lengths = referee.setting.problem.prompt_lengths
     if claim.policy is not None and any(claim.policy.clamped(length) for length in lengths):
         yield f"policy {claim.policy.spec} reaches beyond a prompt of {min(lengths)} tokens and was clamped to it"

@@ -125,7 +125,7 @@ def checked(result: Any) -> StepResult | None:
         or (isinstance(rows, tuple | list) and all(isinstance(row, Tensor) for row in rows)),
         "reference": isinstance(result.reference, str | None),
         "objective": isinstance(result.objective, Objective | None),
-        "update": result.update is None or _is_update(result.update),
+        "update": result.update is None or is_update(result.update),
         "over_ranks": result.over_ranks in ("sum", "mean"),
     }
     for name, fits in fields.items():
@@ -137,7 +137,7 @@ def checked(result: Any) -> StepResult | None:
     return replace(result, loss=float(loss), log_probs=kept)
 
 
-def _is_update(update: Any) -> bool:
+def is_update(update: Any) -> bool:
     """Whether these are numbers that an optimizer takes."""
 
     def number(value: Any, least: float = 0.0, below: float = math.inf) -> bool:

@@ -190,7 +190,7 @@ class Referee:
     def _native_choices(self, side: str) -> Iterator[None]:
         """Elsewhere a router chooses as in the case's precision: experts are compared as such, values under them."""
         setting = self.setting
-        if side == "native" or setting.oracle is setting.model or not self._chooses:
+        if side == "native" or setting.oracle is setting.model or not self.chooses:
             yield
             return
         trace = self.full_run.trace
@@ -200,7 +200,7 @@ class Referee:
             yield
 
     @cached_property
-    def _chooses(self) -> bool:
+    def chooses(self) -> bool:
         """Whether the model makes discrete choices at all; one that makes none is not run once more to record none."""
         seen: list[bool] = []
         mode = ChoiceMode(lambda scores, chosen: seen.append(True))

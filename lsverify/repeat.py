@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from lsverify.check import check
 from lsverify.evidence import CaseReceipt, Environment, Receipt, finite
 from lsverify.ladder import judge
 
@@ -13,8 +15,20 @@ TIMES = ("seconds", "seconds_full")
 
 
 def run_again(receipt: Receipt) -> list[CaseReceipt]:
-    """Judge every case of a receipt from its config. Raises `InputError` for what cannot be built here."""
-    return [judge(case.config) for case in receipt.cases]
+    """Judge every case of a receipt from its config, or from its files. Raises `InputError` for what cannot be had here."""
+    return [_again(case) for case in receipt.cases]
+
+
+def _again(case: CaseReceipt) -> CaseReceipt:
+    if case.files is None:
+        return judge(case.config)
+    return check(
+        Path(case.files.folder),
+        Path(case.files.gradients),
+        map_spec=case.files.map,
+        allow_missing=case.files.allow_missing,
+        require=case.config.require,
+    )
 
 
 def differences(before: Sequence[CaseReceipt], after: Sequence[CaseReceipt]) -> list[str]:

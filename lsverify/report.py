@@ -89,9 +89,8 @@ def failures(cases: Iterable[CaseReceipt]) -> list[tuple[str, Rung]]:
     """Every rung asked for that does not hold, with its case's name."""
     found = []
     for case in cases:
-        needed = RUNGS[: RUNGS.index(case.config.require) + 1]
         name = " ".join(filter(None, (case.arch, case.candidate, case.policy)))
-        found += [(name, rung) for rung in case.rungs if rung.name in needed and not rung.holds]
+        found += [(name, rung) for rung in case.unmet]
     return found
 
 

@@ -1,6 +1,7 @@
 """Every command of the README runs; those that judge big cases run on small ones, with the sizes appended."""
 
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ SMALL = "--prompt-length 9 --group-size 2 --response-length 3,1".split()
 # What a command costs at its own size, and what is appended to it here. The last value of an option counts.
 APPENDED = {
     "gate": SMALL,
+    "export": SMALL,
     "ablate": "--lengths 9 --group-size 2 --response-length 3,1".split(),
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
 }
@@ -50,6 +52,7 @@ def test_commands_are_of_known_programs():
         "bash",
         "lsverify",
         "pytest",
+        "python",
         "source",
     }
 
@@ -62,12 +65,21 @@ def test_lsverify_command_runs(command, folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(folder))
     arguments = shlex.split(command)[1:]
     expected = next((code for part, code in EXIT_CODES.items() if part in command), 0)
+    if arguments[0] == "check":
+        take_the_step(monkeypatch)
     if arguments in (["repeat"], ["table"], ["alarms"]):
         arguments.append("--help")  # named in running text, not meant to be typed like this
     elif arguments[0] in APPENDED:
         arguments += APPENDED[arguments[0]]
         arguments += PRETRAINED if "smollm2-135m" in arguments else []
     assert run(arguments) == expected, capsys.readouterr()
+
+
+def take_the_step(monkeypatch):
+    """What the reader does between export and check: the script that the case comes with."""
+    (command,) = of_program("python")
+    monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("command", of_program("bash"))

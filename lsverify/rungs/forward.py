@@ -29,14 +29,15 @@ def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run])
     """
     if run.error is not None:
         return Rung(name="forward", status="not_run", detail="the path raised an error")
-    rung = _compared(claim, run, referee, rerun)
+    rung = compared(claim, run, referee, rerun)
     if rung.status != "failed":
         return rung
     where = parting(rerun(keep_values=True), referee)
     return rung.model_copy(update={"detail": f"{rung.detail}; {where}"})
 
 
-def _compared(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
+def compared(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
+    """The rung without a word on where values part."""
     flips = Flips(run, referee)
     if flips.real:
         return Rung(
@@ -219,4 +220,4 @@ def _named(rows: Sequence[Tensor]) -> dict[str, Tensor | None]:
     return {f"response {i}": row.detach() for i, row in enumerate(rows)}
 
 
-__all__ = ["CAPS", "Flips", "forward"]
+__all__ = ["CAPS", "Flips", "compared", "forward"]

@@ -135,7 +135,7 @@ def _path_delta(
             take_gradients(model)
             path(model, copy.deepcopy(problem), referee.setting.objective)
             if not steps_itself:
-                _dense_gradients(model)
+                dense_gradients(model)
                 optimizer.step()
         return {
             name: tensor.double() - before[name].double()
@@ -144,7 +144,7 @@ def _path_delta(
         }
 
 
-def _dense_gradients(model: nn.Module) -> None:
+def dense_gradients(model: nn.Module) -> None:
     """Sparse and expanded gradients are gradients, but torch neither clips them nor steps AdamW on them."""
     for parameter in model.parameters():
         gradient = parameter.grad
@@ -163,19 +163,23 @@ def _limits(expected: Gradients, claim: Claim, referee: Referee, update: Update)
     """
     model = referee.setting.model
     if referee.setting.oracle is model:
-        eps = torch.finfo(torch.float64).eps
-        weights = dict(_trainable(model))
-        per_tensor: dict[str, Limit] = {}
-        for name, delta in expected.items():
-            size = float(delta.norm()) if delta is not None else 0.0
-            rounding = ROUNDINGS * eps * float(weights[name].norm()) / size if size else 0.0
-            value = min(1e-12 + rounding, 1e-6)
-            per_tensor[name] = Limit(
-                value, "1e-12 plus the rounding of a weight that moves this little"
-            )
-        return Limits(per_tensor=per_tensor)
+        return rounding_limits(expected, dict(_trainable(model)))
     native = _path_delta(_reference_path(claim), claim, referee, update, steps_itself=False)
     return referee.measured(expected, native)
+
+
+def rounding_limits(expected: Gradients, weights: Mapping[str, Tensor]) -> Limits:
+    """1e-12 plus the rounding of a float64 weight that is moved by `expected`, relative to it."""
+    eps = torch.finfo(torch.float64).eps
+    per_tensor: dict[str, Limit] = {}
+    for name, delta in expected.items():
+        size = float(delta.norm()) if delta is not None else 0.0
+        rounding = ROUNDINGS * eps * float(weights[name].norm()) / size if size else 0.0
+        value = min(1e-12 + rounding, 1e-6)
+        per_tensor[name] = Limit(
+            value, "1e-12 plus the rounding of a weight that moves this little"
+        )
+    return Limits(per_tensor=per_tensor)
 
 
 def _reference_path(claim: Claim) -> Path:
