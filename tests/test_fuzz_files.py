@@ -248,6 +248,7 @@ def setting_once(monkeypatch):
 SETTING = functools.cache(check.make_setting)
 REFEREE = functools.lru_cache(1)(check.Referee)
 tried: list[object] = []
+commands_refused: list[str] = []
 
 
 @pytest.mark.usefixtures("setting_once")
@@ -272,13 +273,16 @@ def test_garbage_ends_in_one_line_and_exit_code_2(sound, tmp_path, capsys, mutat
             assert err.startswith("lsverify: "), case
             assert err[:-1].isprintable(), case
             assert len(err) < 1200, case
-            tried.append(mutate)
+            commands_refused.append(command[0])
+        tried.append(mutate)
         shutil.rmtree(folder)
 
 
 def test_how_many_were_tried(capsys):
     with capsys.disabled():
         kinds = len(set(tried))
-        sys.stdout.write(f"\n{len(tried)} inputs of {kinds} kinds were refused in one line\n")
+        sys.stdout.write(
+            f"\n{len(tried)} inputs of {kinds} kinds were refused in one line, by {len(commands_refused)} commands\n"
+        )
     # Fewer where the kinds are shared out among processes, or only some are asked for.
     assert len(tried) >= 300 or len(set(tried)) < len(MUTATIONS)
