@@ -18,11 +18,12 @@ def gradient(
     later: Sequence[Run],
     referee: Referee,
     comparison: Comparison,
-    rerun: Callable[..., Run],
+    rerun: Callable[..., Run] | None = None,
 ) -> Rung:
     """The comparison's verdict, unless the path disagrees with itself or the reference with its own parts.
 
-    Where decisions flipped inside their margin, `rerun(forced=...)` is compared under the reference's decisions.
+    Where decisions flipped inside their margin, `rerun(forced=...)` is compared under the reference's decisions; None
+    for a path that cannot be run again.
     """
     if run.error is not None:
         return Rung(name="gradient", status="not_run", detail="the path raised an error")
@@ -55,12 +56,13 @@ def gradient(
     if comparison.passed:
         worst = comparison.worst_parameter
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
-    flips = Flips(run, referee)
-    if flips.undecided and not flips.real:
-        forced = referee.compared(claim, rerun(forced=flips.expected).gradients)
-        if forced.passed:
-            found = f"{flips.text()}; equal under the reference's decisions"
-            return rung("undecidable", f"{found}; as they are: {message(comparison)}", forced)
+    if rerun is not None:
+        flips = Flips(run, referee)
+        if flips.undecided and not flips.real:
+            forced = referee.compared(claim, rerun(forced=flips.expected).gradients)
+            if forced.passed:
+                found = f"{flips.text()}; equal under the reference's decisions"
+                return rung("undecidable", f"{found}; as they are: {message(comparison)}", forced)
     return rung(comparison.status, message(comparison))
 
 
