@@ -173,12 +173,15 @@ def _compare(
         moved, entropy = _score_by_hand(objective, problem, rows)
         return loss_by_hand(objective, problem, moved, entropy, ref, logps)
 
+    # A value is rounded as a sum, and before that each log-prob is, half a unit of its largest logit by chance of sign.
+    largest = max(float(each.abs().max()) for each in logits) / objective.temperature
+    noise = (2.0**-50 + 2.0**-54 * largest) * size
     h = _step(objective, problem, plan, logps)
     for name, direction in _directions(whole_gradient, seed):
         reach = norm * _norm(direction) or 1.0
         slope = math.fsum(float((a * b).sum()) for a, b in zip(gradient, direction, strict=True))
         difference = finite_difference(
-            along, arrays, [each.numpy() for each in direction], h, noise=2.0**-50 * size
+            along, arrays, [each.numpy() for each in direction], h, noise=noise
         )
         limit = difference.error / reach
         measure = abs(slope - difference.value) / reach
