@@ -25,10 +25,12 @@ from transformers import (
 )
 
 from lsverify import pretrained, shrink
+from lsverify.cases import is_warm
 from lsverify.continuable import require_continuable
 from lsverify.errors import InputError
 from lsverify.families import TINY
 from lsverify.families.sizes import VOCABULARY
+from lsverify.fixture_files import warm_folder
 from lsverify.precision import computing, weight_dtype
 from lsverify.quantise import quantise
 
@@ -50,8 +52,8 @@ def build(
 ) -> PreTrainedModel:
     """A causal language model that a path can train.
 
-    `arch` is a tiny family, `smollm2-135m`, a local folder, or any model type that the library lists as a causal
-    language model (see `lsverify.shrink`), looked up in this order.
+    `arch` is a tiny family, `smollm2-135m`, a warm start (`warm:llama`, see `lsverify.warm_starts`), a local folder, or
+    any model type that the library lists as a causal language model (see `lsverify.shrink`), looked up in this order.
 
     `seed` decides every value of a tiny model and, with `lora`, of the adapters; it leaves the global random state
     alone. `dtype` is a precision of `lsverify.precision`: float64 and float32 hold for every parameter and buffer;
@@ -77,6 +79,8 @@ def build(
         raise InputError(f"tied is for small models: {arch} has the head it was trained with")
     elif arch == pretrained.SMOLLM2:
         model = pretrained.smollm2(dtype=dtype, attention=attention)
+    elif is_warm(arch):
+        model = pretrained.load(warm_folder(arch), dtype=dtype, attention=attention)
     else:
         model = pretrained.load(arch, dtype=dtype, attention=attention)
     if quantised:
@@ -90,14 +94,14 @@ def build(
 
 def is_small(arch: str) -> bool:
     """Whether `build` makes a model of a few thousand numbers of this name, rather than read one from disk."""
-    return arch in TINY or not (arch == pretrained.SMOLLM2 or Path(arch).is_dir())
+    return arch in TINY or not (arch == pretrained.SMOLLM2 or is_warm(arch) or Path(arch).is_dir())
 
 
 def unknown(arch: str) -> InputError:
     """The error for a name that `build` does not know."""
     return InputError(
         f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
-        f"{pretrained.SMOLLM2}, a local folder with config.json and safetensors weights, or a model type of "
+        f"{pretrained.SMOLLM2}, warm:llama and other warm starts, a local folder with config.json and safetensors weights, or a model type of "
         "transformers (lsverify archs lists them)"
     )
 
