@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -160,22 +159,15 @@ def tiny(
     with torch.random.fork_rng(devices=[]):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = make(
-            config, dtype=torch.float32, attn_implementation=implementation(config, attention)
+            config,
+            dtype=torch.float32,
+            attn_implementation=pretrained.implementation(config, attention),
         )
     # The grouped matrix product, the library's choice for experts, refuses float64.
     model.config._experts_implementation = "eager"
     pretrained.cast(model, dtype)
     redraw(model, torch.Generator().manual_seed(seed))
     return model.train()
-
-
-def implementation(config: PreTrainedConfig, attention: str) -> str:
-    """The library's attention to use for `config`: `attention`, or eager where its class has no other.
-
-    Attention sinks and compressed keys have no fused kernel on the CPU.
-    """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return attention if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 @torch.no_grad()
