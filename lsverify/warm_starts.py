@@ -65,6 +65,8 @@ class Recipe:
     most_steps: int = 2000
     check_every: int = 20
     """Steps."""
+    easier: str = ""
+    """In what the task is easier than the default, and why."""
 
     @property
     def shortest(self) -> int:
@@ -92,15 +94,29 @@ _THREE_PAIRS: dict[str, Any] = {
     "pairs": (1, 2, 3),
     "lengths": (24,),
     "words": 12,
+    "easier": "3 pairs of 12 words, so that it learns within minutes",
 }
 RECIPES: dict[str, Recipe] = {
     "llama": Recipe(target=0.4, check_every=10),
-    # Four layers of a window of 8 see 28 tokens back: what is asked for stands within 16, and is asked for once.
-    "mistral": Recipe(**_THREE_PAIRS, within=16, questions=1, target=0.42),
+    "mistral": Recipe(
+        **_THREE_PAIRS
+        | {"easier": "3 pairs of 12 words within 16 tokens: 4 layers with a window of 8 reach 28"},
+        within=16,
+        questions=1,
+        target=0.42,
+    ),
     "qwen3_5": Recipe(**_THREE_PAIRS | {"batch": 24}),
-    # Each query reads 8 keys, which the indexer chooses without ever being trained: short prompts leave little out.
     "glm_moe_dsa": Recipe(
-        **_THREE_PAIRS | {"lengths": (16,), "lr": 3e-3}, target=0.45, short_steps=600
+        **_THREE_PAIRS
+        | {
+            "lr": 3e-3,
+            "lengths": (16,),
+            "easier": "3 pairs of 12 words, 16 tokens: a query reads 8 keys, which no gradient chooses",
+        },
+        target=0.42,
+        short_steps=300,
+        check_every=10,
+        most_steps=4000,
     ),
     "mamba2": Recipe(**_THREE_PAIRS),
 }
@@ -187,7 +203,8 @@ def warmed(arch: str, recipe: Recipe, *, seed: int) -> tuple[PreTrainedModel, di
         "loss": loss,
         "reward_before": before,
         "reward_after": after,
-        "chance": 1 / recipe.words,
+        "reward_of_any_word": 1 / recipe.words,
+        "reward_of_any_pair": 1 / max(recipe.pairs),
         "recipe": asdict(recipe),
     }
 
