@@ -185,7 +185,7 @@ def rows(tasks: Iterable[Task]) -> list[dict[str, Any]]:
     ]
 
 
-def from_rows(found: Iterable[dict[str, Any]]) -> list[Task]:
+def from_rows(found: Sequence[dict[str, Any]]) -> list[Task]:
     """The tasks that `rows` made plain. Raises `InputError` for a row whose distance is not its evidence's."""
     tasks = [
         Task(
@@ -196,7 +196,7 @@ def from_rows(found: Iterable[dict[str, Any]]) -> list[Task]:
         )
         for row in found
     ]
-    for i, (task, row) in enumerate(zip(tasks, found, strict=False)):
+    for i, (task, row) in enumerate(zip(tasks, found, strict=True)):
         if task.distance != row["distance"]:
             raise InputError(
                 f"row {i}: distance {row['distance']}, but the evidence is {task.distance} tokens back"

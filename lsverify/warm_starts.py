@@ -22,7 +22,6 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from lsverify.errors import InputError
 from lsverify.fixture_files import warm_folder
 from lsverify.models import build
 from lsverify.precision import deterministic, threads
@@ -231,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = RECIPES[asked.arch]
     model, made = warmed(asked.arch, recipe, seed=asked.seed)
     if not made["reward_after"] > made["reward_before"]:
-        raise InputError(f"{asked.arch} did not learn with seed {asked.seed}: use another seed")
+        parser.error(f"{asked.arch} did not learn with seed {asked.seed}: use another one")
     write(asked.out, model, made, recipe.split(SPLIT_SEED))
     parser.exit(
         message=f"{asked.arch}: reward {made['reward_before']:.3f} to {made['reward_after']:.3f} "
