@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from lsverify.ablation_records import Group, Row
 from lsverify.attribution import kind_of, layer_of
-from lsverify.cases import SMOLLM2, Options
+from lsverify.cases import SMOLLM2, Options, is_warm
 from lsverify.compare import Comparison
 from lsverify.errors import InputError
 from lsverify.evidence import CaseConfig, Status
@@ -161,7 +161,7 @@ def ablate(request: Request, arch: str, paths: PathOf = path_of) -> Measured:
         referee = Referee(make_setting(config))
         with ExitStack() as stack:
             stack.enter_context(referee.setting.computing())
-            stack.enter_context(threads(1 if arch in TINY else None))
+            stack.enter_context(threads(1 if arch in TINY or is_warm(arch) else None))
             stack.enter_context(deterministic())
             try:
                 state = _captured(referee)

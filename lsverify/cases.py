@@ -26,10 +26,13 @@ DTYPES = ("float64", "float32", "bfloat16", "bfloat16-autocast")
 REFERENCES = ("declared", "full")
 SPANS = get_args(SpanKind)
 SMOLLM2 = "smollm2-135m"
+WARM = "warm:"
 # A pretrained model takes seconds for a step: two steps under two optimizers, each also in float64, are asked for by name.
 REQUIRED_OF_TEXT = "gradient"
 # Its gradients are 540 MB, which every backward pass moves: four short responses are replayed together.
 TEXT_SIZES = {"response_lengths": (16, 24, 32, 20), "chunk": 512, "branches": 4}
+# What the task asks for has three tokens.
+TASK_SIZES = {"response_lengths": (3,)}
 QUICK = {"prompt_length": 12, "group_size": 2, "response_lengths": (3, 1)}
 
 
@@ -98,6 +101,8 @@ class Options:
         }
         if arch == SMOLLM2:
             sizes = TEXT_SIZES | sizes
+        elif is_warm(arch):
+            sizes = TASK_SIZES | sizes
         sizes |= {name: value for name, value in asked.items() if value is not None}
         given = {
             "arch": arch,
@@ -143,6 +148,11 @@ def expanded(archs: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+def is_warm(arch: str) -> bool:
+    """Whether the name is that of a warm-started policy, `warm:llama` for instance."""
+    return arch.startswith(WARM)
+
+
 def group_sizes(case: CaseConfig) -> tuple[int, ...]:
     """Responses per prompt: two groups of different size, so that a group's edge shows; one group of real text."""
     if case.arch == SMOLLM2:
@@ -153,6 +163,11 @@ def group_sizes(case: CaseConfig) -> tuple[int, ...]:
 def require_known(arch: str) -> None:
     """Raises `InputError` for what `lsverify.models.build` does not know, or a model type that it cannot build."""
     if arch in (*DEFAULT_ARCHS, SMOLLM2) or Path(arch).is_dir():
+        return
+    if is_warm(arch):
+        from lsverify.fixture_files import warm_folder
+
+        warm_folder(arch)
         return
     from lsverify import models
     from lsverify.shrink import model_types

@@ -39,7 +39,8 @@ Arch = Annotated[
     typer.Option(
         "--arch",
         help="llama, mistral, qwen3_5, glm_moe_dsa (all four if none is named), another family or any causal model type "
-        "(see `lsverify archs`), all for every family, smollm2-135m, or a folder; repeatable.",
+        "(see `lsverify archs`), all for every family, smollm2-135m, warm:llama and other "
+        "warm starts, or a folder; repeatable.",
     ),
 ]
 PolicySpec = Annotated[

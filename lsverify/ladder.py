@@ -13,7 +13,7 @@ from torch import nn
 from lsverify.accounting import account
 from lsverify.auxiliary import library_loss, routers_of
 from lsverify.balance_oracle import check_balance
-from lsverify.cases import load_candidate, source_of
+from lsverify.cases import is_warm, load_candidate, source_of
 from lsverify.compare import Comparison, Limits
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
@@ -44,7 +44,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     fresh = functools.partial(path_of, config)
     fresh()  # what cannot be imported is told before anything is built
     referee = _referee(config.model_copy(update=_NOT_OF_THE_SETTING))
-    one_thread = threads(1 if is_small(config.arch) else None)
+    one_thread = threads(1 if is_small(config.arch) or is_warm(config.arch) else None)
     device = torch.get_default_device()
     try:
         with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():

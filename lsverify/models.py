@@ -18,17 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
 from lsverify import pretrained, shrink
+from lsverify.cases import is_warm
 from lsverify.continuable import require_continuable
 from lsverify.errors import InputError
 from lsverify.families import TINY
 from lsverify.families.sizes import VOCABULARY
+from lsverify.fixture_files import warm_folder
 from lsverify.precision import computing, weight_dtype
 from lsverify.quantise import quantise
 
@@ -50,8 +51,8 @@ def build(
 ) -> PreTrainedModel:
     """A causal language model that a path can train.
 
-    `arch` is a tiny family, `smollm2-135m`, a local folder, or any model type that the library lists as a causal
-    language model (see `lsverify.shrink`), looked up in this order.
+    `arch` is a tiny family, `smollm2-135m`, a warm start (`warm:llama`, see `lsverify.warm_starts`), a local folder, or
+    any model type that the library lists as a causal language model (see `lsverify.shrink`), looked up in this order.
 
     `seed` decides every value of a tiny model and, with `lora`, of the adapters; it leaves the global random state
     alone. `dtype` is a precision of `lsverify.precision`: float64 and float32 hold for every parameter and buffer;
@@ -77,6 +78,8 @@ def build(
         raise InputError(f"tied is for small models: {arch} has the head it was trained with")
     elif arch == pretrained.SMOLLM2:
         model = pretrained.smollm2(dtype=dtype, attention=attention)
+    elif is_warm(arch):
+        model = pretrained.load(warm_folder(arch), dtype=dtype, attention=attention)
     else:
         model = pretrained.load(arch, dtype=dtype, attention=attention)
     if quantised:
@@ -90,14 +93,14 @@ def build(
 
 def is_small(arch: str) -> bool:
     """Whether `build` makes a model of a few thousand numbers of this name, rather than read one from disk."""
-    return arch in TINY or not (arch == pretrained.SMOLLM2 or Path(arch).is_dir())
+    return arch in TINY or not (arch == pretrained.SMOLLM2 or is_warm(arch) or Path(arch).is_dir())
 
 
 def unknown(arch: str) -> InputError:
     """The error for a name that `build` does not know."""
     return InputError(
         f"architecture {arch!r} is not known: use one of {', '.join(sorted(TINY))}, "
-        f"{pretrained.SMOLLM2}, a local folder with config.json and safetensors weights, or a model type of "
+        f"{pretrained.SMOLLM2}, warm:llama and other warm starts, a local folder with config.json and safetensors weights, or a model type of "
         "transformers (lsverify archs lists them)"
     )
 
@@ -156,22 +159,15 @@ def tiny(
     with torch.random.fork_rng(devices=[]):
         make = getattr(model_class, "from_config", None) or model_class._from_config
         model: PreTrainedModel = make(
-            config, dtype=torch.float32, attn_implementation=implementation(config, attention)
+            config,
+            dtype=torch.float32,
+            attn_implementation=pretrained.implementation(config, attention),
         )
     # The grouped matrix product, the library's choice for experts, refuses float64.
     model.config._experts_implementation = "eager"
     pretrained.cast(model, dtype)
     redraw(model, torch.Generator().manual_seed(seed))
     return model.train()
-
-
-def implementation(config: PreTrainedConfig, attention: str) -> str:
-    """The library's attention to use for `config`: `attention`, or eager where its class has no other.
-
-    Attention sinks and compressed keys have no fused kernel on the CPU.
-    """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return attention if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -50,7 +51,7 @@ def load(folder: str | Path, *, dtype: str, attention: str = "sdpa") -> PreTrain
                 folder,
                 config=config,
                 dtype=weight_dtype(dtype),
-                attn_implementation=attention,
+                attn_implementation=implementation(config, attention),
                 local_files_only=True,
                 trust_remote_code=False,
                 use_safetensors=True,
@@ -67,6 +68,15 @@ def load(folder: str | Path, *, dtype: str, attention: str = "sdpa") -> PreTrain
             f"({len(missing)} such names); write the folder with save_pretrained()"
         )
     return _ready(model, dtype)
+
+
+def implementation(config: PreTrainedConfig, attention: str) -> str:
+    """The library's attention to use for `config`: `attention`, or eager where its class has no other.
+
+    Attention sinks and compressed keys have no fused kernel on the CPU.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return attention if getattr(model_class, "_supports_sdpa", True) else "eager"
 
 
 def smollm2(*, dtype: str, attention: str = "sdpa") -> PreTrainedModel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lsverify.auxiliary import routers_of
-from lsverify.cases import group_sizes
+from lsverify.cases import group_sizes, is_warm
 from lsverify.errors import PrecisionRefused
 from lsverify.evidence import CaseConfig
 from lsverify.models import build, derive
@@ -82,6 +82,8 @@ def make_setting(config: CaseConfig) -> Setting:
         _require_running(model, config)
         if config.arch == SMOLLM2:
             drawn = _text_problems(config, model)
+        elif is_warm(config.arch):
+            drawn = _task_problems(config, model)
         else:
             drawn = _drawn_problems(config, model.config.get_text_config().vocab_size)
         for problem in drawn if config.spans != "none" else ():
@@ -211,3 +213,35 @@ def _text_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Probl
         replace(first, groups=(one, *first.groups[1:])),
         replace(second, groups=(other, *second.groups[1:])),
     )
+
+
+def _task_problems(config: CaseConfig, model: nn.Module) -> tuple[Problem, Problem]:
+    """Key-value recall of the kind that the policy was warmed with, answered by itself; two prompts in both steps."""
+    from lsverify.task_problems import task_problem
+    from lsverify.warm_starts import recipe_of
+
+    recipe = recipe_of(config.arch)
+    length = config.prompt_length
+    tasks = [
+        recipe.task(prompt_length, config.seed * 1_000_003 + number)
+        for number, prompt_length in enumerate((length, max(length - 5, recipe.shortest)))
+    ]
+    first, second = (
+        task_problem(
+            model,
+            tasks,
+            group_sizes=group_sizes(config),
+            response_lengths=config.response_lengths,
+            seed=config.seed + step * 1_000_003,
+        )
+        for step in range(2)
+    )
+    return _spanned(first, config), _spanned(second, config)
+
+
+def _spanned(problem: Problem, config: CaseConfig) -> Problem:
+    groups = [
+        replace(group, spans=drawn_spans(config.spans, len(group.prompt), config.seed + number))
+        for number, group in enumerate(problem.groups)
+    ]
+    return replace(problem, groups=tuple(groups))

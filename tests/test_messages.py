@@ -22,7 +22,7 @@ def options(**fields):
 REFUSED = [
     (
         lambda path: options(archs=("lama",)).cases(),
-        f"architecture 'lama' is not known: use one of {', '.join(sorted(TINY))}, smollm2-135m, a local folder with "
+        f"architecture 'lama' is not known: use one of {', '.join(sorted(TINY))}, smollm2-135m, warm:llama and other warm starts, a local folder with "
         "config.json and safetensors weights, or a model type of transformers (lsverify archs lists them)",
     ),
     (
