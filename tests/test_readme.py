@@ -21,7 +21,7 @@ APPENDED = {
     "export": SMALL,
     "alarms": "--arch llama --dtype float32 --runs 1".split(),
     "faults": "--problems 1 --workers 1 --fault signs_only".split(),
-    "ablate": "--lengths 9 --group-size 2 --response-length 3,1".split(),
+    "ablate": "--arch llama --lengths 9 --group-size 2 --response-length 3,1".split(),
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
 }
 # A pretrained model also in float64, stopped as well as full, is minutes: here it climbs two rungs with one policy.
