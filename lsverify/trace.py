@@ -43,6 +43,10 @@ class Site:
     call: int
 
 
+# A margin below this many eps of the precision, relative to the scores' size, decides nothing.
+UNDECIDED_EPS = 64
+
+
 @dataclass(frozen=True)
 class Choice:
     """A set of experts or keys (sorted, without candidates that a mask ruled out), its margin and the scores' size.
@@ -53,6 +57,10 @@ class Choice:
     chosen: tuple[int, ...]
     margin: float
     scale: float
+
+    def decided(self, eps: float) -> bool:
+        """Whether the margin is more than rounding: a precision's `eps` relative to the scores' size, times a few dozen."""
+        return self.margin > UNDECIDED_EPS * eps * self.scale
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,8 @@ class Trace:
         self.log_probs = _unseen(problem)
         self.scored = _unseen(problem)
         self.choices: dict[tuple[Site, Place], Choice] = {}
-        self.unstable: list[tuple[Site, Place]] = []
+        # Where a later pass over the same token chose otherwise, with the clearer of the two choices.
+        self.unstable: list[tuple[Site, Place, Choice]] = []
         self.values: dict[tuple[str, Place], Tensor] = {}
         self.passes: Counter[tuple[Place, bool]] = Counter()
         self.unplaced = 0
@@ -277,7 +286,7 @@ class Trace:
     def _note(self, key: tuple[Site, Place], choice: Choice) -> None:
         before = self.choices.setdefault(key, choice)
         if before.chosen != choice.chosen:
-            self.unstable.append(key)
+            self.unstable.append((*key, max(before, choice, key=lambda each: each.margin)))
 
     def _force(self, key: tuple[Site, Place], line: Tensor, first: int) -> None:
         choice = self._forced.get(key)

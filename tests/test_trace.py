@@ -443,7 +443,7 @@ def test_a_decision_that_changes_between_passes_is_unstable(oracle):
 
     trace = trace_of(path, model, problem)
     bias.copy_(before)
-    assert {"2"} <= {site.module.split(".")[1] for site, _ in trace.unstable} <= {"2", "3"}
+    assert {"2"} <= {site.module.split(".")[1] for site, _, _ in trace.unstable} <= {"2", "3"}
     assert trace_of(full_autograd, model, problem).unstable == []
 
 

@@ -198,8 +198,8 @@ FAULTS = (
     Fault(
         path=indexer_keys_not_saved,
         report="ST-08",
-        rung="execution",
-        points_at=r"decisions changed between passes over the same token, first in \S*indexer",
+        rung="forward",
+        points_at=r"decisions differ, first \S*indexer",
         architectures=("glm_moe_dsa",),
     ),
     Fault(

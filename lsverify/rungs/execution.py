@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
+import torch
+
 from lsverify.evidence import CaseConfig, Rung
 from lsverify.ledger import expected_schedule, ideal_work, shared
 from lsverify.observe import Run
 from lsverify.paths import shared_prompts
 from lsverify.problems import Problem
-from lsverify.referee import Claim
+from lsverify.referee import Claim, floor_dtype
 from lsverify.trace import Place
 
 
@@ -30,11 +32,11 @@ def execution(
             status="vacuous",
             detail="no token was forwarded through the model: the path never entered it",
         )
-    faults = [*_side_effects(run)]
+    eps = torch.finfo(floor_dtype(config.dtype)).eps
+    faults = [*_side_effects(run, eps)]
     for number, other in enumerate(later, start=2):
-        faults += [
-            f"in run {number}: {fault}" for fault in _side_effects(other) if fault not in faults
-        ]
+        again = _side_effects(other, eps)
+        faults += [f"in run {number}: {fault}" for fault in again if fault not in faults]
     faults += (
         _schedule(config, claim, problem, run)
         if config.candidate is None
@@ -51,17 +53,20 @@ def execution(
     )
 
 
-def _side_effects(run: Run) -> Iterator[str]:
+def _side_effects(run: Run, eps: float) -> Iterator[str]:
+    """What the run left changed, and decisions that were made twice and differently by more than rounding."""
     steps = run.result.update if run.result else None
     for change in run.changes:
         # A path that declares an update of its own has moved what it trains on purpose, and nothing else.
         moved = change.startswith("parameter") and change.split(" ")[1] in run.gradients
         if steps is None or not moved:
             yield change
-    if run.trace is not None and run.trace.unstable:
-        site, place = run.trace.unstable[0]
+    changed = run.trace.unstable if run.trace else []
+    # One inside its margin moves what later layers choose from: the first tells.
+    if changed and changed[0][2].decided(eps):
+        site, place, _ = changed[0]
         yield (
-            f"{len(run.trace.unstable)} decisions changed between passes over the same token, "
+            f"{len(changed)} decisions changed between passes over the same token, "
             f"first in {site.module} at position {place.position}"
         )
 

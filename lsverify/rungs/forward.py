@@ -16,8 +16,6 @@ from lsverify.referee import CAPS, FACTOR, Claim, Referee, floor_dtype
 from lsverify.rungs.parting import parting
 
 ORACLE_LIMIT = 1e-12
-# A margin below this many eps of the precision, relative to the scores' size, decides nothing.
-UNDECIDED_EPS = 64
 
 
 def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
@@ -38,17 +36,19 @@ def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run])
 
 def compared(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run]) -> Rung:
     """The rung without a word on where values part."""
-    flips = Flips(run, referee)
-    if flips.real:
+    flips = real = Flips(run, referee)
+    if flips.undecided:
+        # A flip inside its margin moves what later layers choose from: they are judged behind the reference's choice.
+        run = rerun(forced=flips.expected)
+        real = Flips(run, referee)
+    if real.real:
         return Rung(
             name="forward",
             status="failed",
-            measure=float(len(flips.real)),
+            measure=float(len(real.real)),
             limit=0.0,
-            detail=flips.text(),
+            detail=real.text(),
         )
-    if flips.undecided:
-        run = rerun(forced=flips.expected)
     rung = _values(claim, run, referee)
     if flips.undecided and rung.holds:
         return rung.model_copy(
@@ -80,8 +80,7 @@ class Flips:
                 f"{site.module} chose {list(actual.chosen)} instead of {list(expected.chosen)} at position "
                 f"{place.position} (margin {expected.margin:.3g})"
             )
-            inside = expected.margin <= UNDECIDED_EPS * eps * expected.scale
-            (self.undecided if inside else self.real).append(text)
+            (self.real if expected.decided(eps) else self.undecided).append(text)
 
     def text(self) -> str:
         found = self.real or self.undecided

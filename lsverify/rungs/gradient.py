@@ -58,8 +58,9 @@ def gradient(
         return rung(comparison.status, f"{len(comparison.tensors)} parameters; worst {worst}")
     if rerun is not None:
         flips = Flips(run, referee)
-        if flips.undecided and not flips.real:
-            forced = referee.compared(claim, rerun(forced=flips.expected).gradients)
+        behind = rerun(forced=flips.expected) if flips.undecided else None
+        if behind is not None and not Flips(behind, referee).real:
+            forced = referee.compared(claim, behind.gradients)
             if forced.passed:
                 found = f"{flips.text()}; equal under the reference's decisions"
                 return rung("undecidable", f"{found}; as they are: {message(comparison)}", forced)
