@@ -1,4 +1,4 @@
-"""`lsverify faults`: the planted faults on drawn problems, and how many of them were caught."""
+"""`lsverify faults` and `lsverify alarms`: the mistakes of the verifier itself, counted."""
 
 from __future__ import annotations
 
@@ -16,6 +16,47 @@ from lsverify.errors import InputError
 if TYPE_CHECKING:
     from lsverify.detection import Trial
     from lsverify.evidence import CaseConfig
+
+
+def alarms(
+    arch: Annotated[
+        list[str] | None, typer.Option(help="As for gate; every family if none is named.")
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Honest runs; the planted fault is run besides.")] = 500,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="float32, bfloat16-autocast, bfloat16; all if none is named."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file for all runs.")] = None,
+) -> int:
+    """Count false alarms over honest runs of every family, and misses of a planted state fault; 1 if there is any."""
+    from lsverify import alarms as counting
+    from lsverify import report
+    from lsverify.cases import DTYPES, expanded, require_known
+    from lsverify.whole_files import write_whole
+
+    archs, dtypes = expanded(tuple(arch or ["all"])), tuple(dtype or counting.DTYPES)
+    for name in archs:
+        require_known(name)
+    if unknown := [name for name in dtypes if name not in DTYPES]:
+        raise InputError(f"dtype {unknown[0]!r} is not known: use one of {', '.join(DTYPES)}")
+    if runs < 1:
+        raise InputError(f"runs {runs} is not allowed: use 1 or more")
+    notes, found = report.wide_console(stderr=True), []
+    for one in counting.counted(runs, archs, dtypes):
+        found.append(one)
+        if one.wrong:
+            text = (
+                f"{one.arch} {one.dtype} {one.policy} seed {one.seed}: {one.detail or 'was passed'}"
+            )
+            notes.print(text, highlight=False, markup=False, soft_wrap=True)
+        elif len(found) % 50 == 0:
+            notes.print(f"{len(found)} runs", highlight=False)
+    made = counting.tally(found)
+    if out is not None:
+        write_whole(out, made.model_dump_json(indent=1))
+    report.wide_console().print(made.table())
+    return 1 if made.wrong(honest=True) or made.wrong(honest=False) else 0
 
 
 def faults(

@@ -173,7 +173,7 @@ class Referee:
             self.require_shareable()
         except InputError:
             return
-        # Of a pretrained model each order is many seconds, and its tensors are too large for one to be lucky.
+        # Of a pretrained model each order takes many seconds.
         for parts in PARTS if is_small(setting.config.arch) else PARTS[:1]:
             with self._native_choices("parts"):
                 yield _stopped(setting.model, claim, setting.problem, parts=parts).response

@@ -248,6 +248,8 @@ def test_equal_rewards_give_exactly_zero(arch, name):
         prompt_lengths=(9, 4), group_sizes=(2, 3), response_lengths=(2, 1), seed=14, rewards="equal"
     )
     with Step(spec=spec, objective=preset(name, beta=0.0)).running(arch) as setting:
+        full = full_reference(setting.model, setting.problem, setting.objective).gradients
+        assert compare(full, gradient(setting), limits=Limits()).status == "proven_zero"
         for policy in ZERO[name]:
             held = [g for g in gradient(setting, policy).values() if g is not None]
             assert held, policy
@@ -334,6 +336,7 @@ def test_policies_coincide_on_one_token_prompts(arch):
 @pytest.mark.parametrize("policy", ["exact", "detach"])
 def test_every_prompt_token_matters(arch, policy):
     # Four layers of an eight-token window see 28 tokens back; gates that forget leave 1e-4 of the first token.
+    least = {0: 1e-6}
     with ONE.running(arch) as setting:
         (group,) = setting.problem.groups
         before = longstraw(setting.model, setting.problem, setting.objective, policy=policy)
@@ -343,6 +346,7 @@ def test_every_prompt_token_matters(arch, policy):
             prompt[place] = (prompt[place] + 1) % 97
             other = replace(setting.problem, groups=(replace(group, prompt=prompt),))
             after = longstraw(setting.model, other, setting.objective, policy=policy)
-            assert distance(expected, take_gradients(setting.model)) > 1e-6, place
+            moved = distance(expected, take_gradients(setting.model))
+            assert moved > least.get(place, 1e-3), place
             with pytest.raises(AssertionError, match="log-probs differ"):
                 hold_log_probs(before.log_probs, after.log_probs, arch)

@@ -15,10 +15,11 @@ from lsverify.cases import QUICK
 from lsverify.evidence import CaseConfig
 from lsverify.observe import recorded, timed
 from lsverify.referee import Referee, claim_of
-from lsverify.rungs.execution import execution
+from lsverify.rungs.execution import _decided, execution
 from lsverify.rungs.forward import Flips, _clip_sides, forward
 from lsverify.rungs.gradient import gradient
 from lsverify.setting import make_setting
+from lsverify.trace import Choice, Place, Site
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +217,31 @@ def test_a_clip_side_that_differs_is_told(judge):
     assert list(_clip_sides(held, rows, judge)) == []
     told = [line for by in (-5, 5) for line in _clip_sides(held, [row + by for row in rows], judge)]
     assert any(line.startswith("clip side differs at response 0 token ") for line in told)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_clip_side_in_a_coarser_precision_may_differ_by_rounding_and_by_no_more(dtype):
+    judge = Referee(make_setting(CaseConfig(arch="llama", dtype=dtype, chunk=1, **QUICK)))
+    with judge.setting.computing():
+        run = record(judge, full_autograd)
+        held, rows = claim(judge, run), run.trace.log_probs
+        assert list(_clip_sides(held, rows, judge)) == []
+        moved = [[row + by for row in rows] for by in (-5, 5)]
+        assert any(line for rows in moved for line in _clip_sides(held, rows, judge))
+
+
+def test_a_decided_change_counts_unless_it_reads_a_token_whose_choice_was_undecided():
+    site, clear, close = Site("layers.1", 0), Choice((0,), 1.0, 1.0), Choice((0,), 0.0, 1.0)
+
+    def told(*changes):
+        return list(_decided([(site, place, choice) for place, choice in changes], 1e-16))
+
+    early, late, other = Place("a", -1, 3), Place("a", 1, 9), Place("b", -1, 9)
+    assert told((late, clear)) == [(site, late)]
+    assert told((early, close), (late, clear)) == []
+    assert told((late, close), (early, clear)) == [(site, early)]
+    assert told((early, close), (other, clear)) == [(site, other)]
+    assert told((Place("a", 2, 3), close), (late, clear)) == [(site, late)]
 
 
 def test_equal_decisions_are_no_flips(chooser):

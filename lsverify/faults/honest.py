@@ -73,6 +73,17 @@ class Dense:
         return StepResult(loss=total, log_probs=tuple(log_probs), reference="full")
 
 
+def planned(
+    kind: type[Plan], model: nn.Module, problem: Problem, objective: Objective
+) -> StepResult:
+    """`Dense` with a plan of another kind: one formula of it is wrong."""
+
+    def plan(objective: Objective, problem: Problem) -> Plan:
+        return kind(**vars(prepare(objective, problem)))
+
+    return Dense(prepare=plan)(model, problem, objective)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
     """One pass per distinct prompt and one per response from its state; claims `exact`, or `detach` without a graph."""

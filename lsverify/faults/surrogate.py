@@ -1,57 +1,15 @@
-"""Faults of the loss of a token: ratio, clip, KL term, entropy, log-prob; each a Plan with one formula wrong."""
+"""Faults of the loss of a token: ratio, clip, entropy, log-prob; each a Plan with one formula wrong."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lsverify.advantages import kl_estimate
 from lsverify.faults.catalogue import LOSS, STEPS, Fault
-from lsverify.faults.honest import Dense
-from lsverify.objective import MemberLoss, Objective, Plan, prepare, token_entropy, token_logp
+from lsverify.faults.honest import Dense, planned
+from lsverify.objective import MemberLoss, Objective, Plan, prepare, token_entropy
 from lsverify.paths import StepResult, full_logits
 from lsverify.problems import Problem
-
-KL = {"objective": "grpo,beta=0.04"}
-
-
-@dataclass(frozen=True)
-class _Kl:
-    """What a response's KL term is made of: [R] log-probs, [R] bool, and the right sum over counted tokens []."""
-
-    logp: Tensor
-    ref: Tensor
-    old: Tensor
-    counted: Tensor
-    own: Tensor
-
-
-class _OtherKl(Plan):
-    """A plan whose KL term is another sum."""
-
-    def other(self, at: _Kl) -> Tensor:
-        raise NotImplementedError
-
-    def member(self, i: int, logits: Tensor) -> MemberLoss:
-        right, counted = super().member(i, logits), self.counted[i]
-        assert self.ref_logp is not None
-        logp = token_logp(logits, self.tokens[i], self.objective.temperature)
-        ref, old = self.ref_logp[i].to(logp), self.old_logp[i].to(logp)
-        own = kl_estimate(self.objective.kl, logp, ref)[counted].sum()
-        more = self.other(_Kl(logp, ref, old, counted, own)) - own
-        scale = self.objective.beta / self.denominators[i]
-        return MemberLoss(loss=right.loss + scale * more, logp=right.logp)
-
-
-def _planned(
-    kind: type[Plan], model: nn.Module, problem: Problem, objective: Objective
-) -> StepResult:
-    def plan(objective: Objective, problem: Problem) -> Plan:
-        return kind(**vars(prepare(objective, problem)))
-
-    return Dense(prepare=plan)(model, problem, objective)
 
 
 def larger_of_the_two_surrogates(
@@ -69,7 +27,7 @@ def larger_of_the_two_surrogates(
             advantage = float(self.advantages[i])
             return -torch.maximum(advantage * ratio, advantage * ratio.clamp(low, high))
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def ratio_clamped_whatever_the_advantage(
@@ -86,7 +44,7 @@ def ratio_clamped_whatever_the_advantage(
             )
             return -float(self.advantages[i]) * ratio.clamp(low, high)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def clipped_high_only(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
@@ -97,7 +55,7 @@ def clipped_high_only(model: nn.Module, problem: Problem, objective: Objective) 
             bound = super()._cut(i, log_ratio)
             return torch.where(bound < 1, torch.nan, bound)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def one_epsilon_for_both_sides(
@@ -111,7 +69,7 @@ def one_epsilon_for_both_sides(
             bound = super()._cut(i, log_ratio)
             return bound.masked_fill((log_ratio.exp() > high) & (self.advantages[i] > 0), high)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def ratio_without_gradient(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
@@ -121,7 +79,7 @@ def ratio_without_gradient(model: nn.Module, problem: Problem, objective: Object
         def _policy_term(self, i: int, logp: Tensor) -> Tensor:
             return super()._policy_term(i, logp.detach()) + 0 * logp
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def sequence_ratio_not_divided_by_length(
@@ -133,7 +91,7 @@ def sequence_ratio_not_divided_by_length(
         def _log_ratio(self, i: int, logp: Tensor) -> Tensor:
             return super()._log_ratio(i, logp) * len(logp)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def sequence_ratio_over_masked_tokens(
@@ -145,7 +103,7 @@ def sequence_ratio_over_masked_tokens(
         def _log_ratio(self, i: int, logp: Tensor) -> Tensor:
             return super()._log_ratio(i, logp) * len(logp) / len(self.tokens[i])
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def importance_weight_is_differentiated(
@@ -159,69 +117,7 @@ def importance_weight_is_differentiated(
             low, high = 1 - objective.epsilon_low, 1 + objective.epsilon_high
             return -float(self.advantages[i]) * weight.clamp(low, high) * logp
 
-    return _planned(Wrong, model, problem, objective)
-
-
-def another_estimator_of_the_kl(
-    model: nn.Module, problem: Problem, objective: Objective
-) -> StepResult:
-    """The KL term is the squared log-ratio where the objective has another estimator."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return kl_estimate("k2", at.logp, at.ref)[at.counted].sum()
-
-    return _planned(Wrong, model, problem, objective)
-
-
-def kl_to_the_old_policy(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """The KL term holds the policy to the one that sampled, not to the reference."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return kl_estimate(objective.kl, at.logp, at.old)[at.counted].sum()
-
-    return _planned(Wrong, model, problem, objective)
-
-
-def kl_the_other_way_round(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """Policy and reference change places in the KL term."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return kl_estimate(objective.kl, at.ref, at.logp)[at.counted].sum()
-
-    return _planned(Wrong, model, problem, objective)
-
-
-def kl_subtracted(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """The KL term is subtracted: the policy is driven away from the reference."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return -at.own
-
-    return _planned(Wrong, model, problem, objective)
-
-
-def kl_without_gradient(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """The KL term is in the loss and not in the gradient."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return at.own.detach()
-
-    return _planned(Wrong, model, problem, objective)
-
-
-def kl_over_masked_tokens(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """The KL term is averaged over all tokens of a response, masked ones included."""
-
-    class Wrong(_OtherKl):
-        def other(self, at: _Kl) -> Tensor:
-            return kl_estimate(objective.kl, at.logp, at.ref).nan_to_num().mean() * at.counted.sum()
-
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def entropy_with_the_other_sign(
@@ -236,7 +132,7 @@ def entropy_with_the_other_sign(
             more = 2 * objective.entropy_bonus * entropy / self.denominators[i]
             return MemberLoss(loss=right.loss + more, logp=right.logp)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def entropy_of_masked_tokens(
@@ -251,7 +147,7 @@ def entropy_of_masked_tokens(
             more = -objective.entropy_bonus * entropy / self.denominators[i]
             return MemberLoss(loss=right.loss + more, logp=right.logp)
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def surrogate_of_likely_tokens_only(
@@ -268,7 +164,7 @@ def surrogate_of_likely_tokens_only(
             )
             return super()._policy_term(i, logp) * likely
 
-    return _planned(Wrong, model, problem, objective)
+    return planned(Wrong, model, problem, objective)
 
 
 def temperature_forgotten(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
@@ -375,16 +271,6 @@ FAULTS = (
         points_at=r"mismatch",
         options={"objective": "cispo"},
     ),
-    Fault(
-        path=another_estimator_of_the_kl, report="RO-12", rung="forward", points_at=LOSS, options=KL
-    ),
-    Fault(path=kl_to_the_old_policy, report="RO-13", rung="forward", points_at=LOSS, options=KL),
-    Fault(path=kl_the_other_way_round, report="", rung="forward", points_at=LOSS, options=KL),
-    Fault(path=kl_subtracted, report="", rung="forward", points_at=LOSS, options=KL),
-    Fault(
-        path=kl_without_gradient, report="RO-12", rung="gradient", points_at=r"mismatch", options=KL
-    ),
-    Fault(path=kl_over_masked_tokens, report="LN-10", rung="forward", points_at=LOSS, options=KL),
     Fault(
         path=entropy_with_the_other_sign,
         report="",

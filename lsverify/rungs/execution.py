@@ -13,7 +13,7 @@ from lsverify.observe import Run
 from lsverify.paths import shared_prompts
 from lsverify.problems import Problem
 from lsverify.referee import Claim, floor_dtype
-from lsverify.trace import Place
+from lsverify.trace import Choice, Place, Site
 
 
 def execution(
@@ -61,14 +61,33 @@ def _side_effects(run: Run, eps: float) -> Iterator[str]:
         moved = change.startswith("parameter") and change.split(" ")[1] in run.gradients
         if steps is None or not moved:
             yield change
-    changed = run.trace.unstable if run.trace else []
-    # One inside its margin moves what later layers choose from: the first tells.
-    if changed and changed[0][2].decided(eps):
-        site, place, _ = changed[0]
+    changed = [*_decided(run.trace.unstable, eps)] if run.trace else []
+    if changed:
+        site, place = changed[0]
         yield (
             f"{len(changed)} decisions changed between passes over the same token, "
             f"first in {site.module} at position {place.position}"
         )
+
+
+def _decided(
+    unstable: Sequence[tuple[Site, Place, Choice]], eps: float
+) -> Iterator[tuple[Site, Place]]:
+    """Changes by more than rounding, without those at a token that reads one where an earlier choice was undecided."""
+    undecided: list[Place] = []
+    for site, place, choice in unstable:
+        if any(_reads(place, other) for other in undecided):
+            continue
+        if choice.decided(eps):
+            yield site, place
+        else:
+            undecided.append(place)
+
+
+def _reads(place: Place, other: Place) -> bool:
+    """Whether what happens at `other` reaches `place`: it is of the same row and not behind it."""
+    same_row = place.prompt == other.prompt and other.member in (-1, place.member)
+    return same_row and other.position <= place.position
 
 
 def _schedule(config: CaseConfig, claim: Claim, problem: Problem, run: Run) -> Iterator[str]:

@@ -202,13 +202,14 @@ def _loss(claim: Claim, run: Run, referee: Referee) -> Iterator[str]:
 
 
 def _clip_sides(claim: Claim, actual: Sequence[Tensor], referee: Referee) -> Iterator[str]:
-    """At oracle precision only: in a coarser one, log-probs that agree to its rounding may lie on two sides of an edge."""
-    if referee.setting.oracle is not referee.setting.model:
-        return
+    """Sides other than the oracle's, unless rounding alone carries a log-prob that far: nothing does at oracle precision."""
     plan = prepare(claim.objective, referee.setting.problem)
+    native = referee.setting.oracle is not referee.setting.model
+    orders = referee.orders(claim) if native else []
     for i, (e, a) in enumerate(zip(referee.oracle(claim).log_probs, actual, strict=True)):
+        floors = [float((each.log_probs[i] - e).abs().max()) for each in orders]
         differs = plan.clip_side(i, e.double()) != plan.clip_side(i, a.double())
-        if bool(differs.any()):
+        if bool((differs & ((a - e).abs() > FACTOR * max(floors, default=0.0))).any()):
             yield f"clip side differs at response {i} token {int(differs.nonzero()[0])}"
 
 
