@@ -2,8 +2,8 @@
 
 An honest run is LongStraw with the policy that it claims: whatever accuses it is a false alarm; where the reference itself
 is further from the oracle than the cap, nobody is accused and nothing is passed, which is counted apart. A faulty one claims the
-whole gradient and sends nothing back through the state of one layer, which can be planted wherever there is a state:
-whatever passes it is a miss.
+whole gradient and sends nothing back through the state, of one layer or of all, which can be planted wherever there is a
+state: whatever but a failed gradient refuses it, or nothing, is a miss.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice, product
 
+import torch
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 from torch import nn
@@ -28,7 +29,6 @@ from lsverify.prompt import capture
 DTYPES = ("float32", "bfloat16-autocast", "bfloat16")
 POLICIES = ("exact", "detach")
 REFUSED = "refused"
-LOST = "exact without one layer's state"
 
 
 class Alarm(BaseModel):
@@ -47,12 +47,15 @@ class Alarm(BaseModel):
 
     @property
     def wrong(self) -> bool:
-        """An honest run that is accused; a faulty one that anything but a failed `gradient` refuses, or nothing."""
+        """An honest run that is accused; a faulty one that is not, by `gradient` and by nothing before it.
+
+        What is too coarse accuses no honest run, and catches nothing.
+        """
         if self.refused:
             return False
         if self.honest:
             return not self.reached and not self.too_coarse
-        return not (len(self.statuses) == 4 and self.statuses[3] == "failed")
+        return [status for status in self.statuses if status not in HOLDS] != ["failed"]
 
     @property
     def too_coarse(self) -> bool:
@@ -79,33 +82,43 @@ class Tally(BaseModel):
         return [run for run in self.runs if run.honest == honest and run.wrong]
 
     def table(self) -> Table:
-        """By precision and kind: how many runs, how many judged wrongly, decided by forced choices, not decided at all."""
-        drawn = Table(
-            "precision", "runs", "of them", "judged wrongly", "undecidable", "too coarse", "refused"
-        )
-        for dtype, honest in product(dict.fromkeys(run.dtype for run in self.runs), (True, False)):
-            its = [run for run in self.runs if (run.dtype, run.honest) == (dtype, honest)]
-            cells = (
-                len(its),
-                "honest" if honest else "faulty",
+        """By precision: honest runs, and each planted fault; judged wrongly, decided by forced choices, not decided."""
+        drawn = Table("precision", "runs", "of", *COUNTED)
+        groups: dict[tuple[str, str], list[Alarm]] = {}
+        for run in self.runs:
+            groups.setdefault((run.dtype, "honest" if run.honest else run.policy), []).append(run)
+        for (dtype, what), its in groups.items():
+            counts = (
                 sum(run.wrong for run in its),
                 sum("undecidable" in run.statuses for run in its),
                 sum(run.too_coarse for run in its),
                 sum(run.refused for run in its),
             )
-            drawn.add_row(dtype, *map(str, cells))
+            drawn.add_row(dtype, str(len(its)), what, *map(str, counts))
         return drawn
 
 
+COUNTED = ("judged wrongly", "undecidable", "too coarse", "refused")
+
+
 def one_layers_state_lost(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-    """The planted fault: the sweep of `exact` without the cotangents of the first layer that holds a state."""
-    prompt = max((group.prompt for group in problem.groups), key=len)
-    boundary = len(prompt) - 1
-    rows = capture(model, prompt, boundary=boundary, chunk=boundary, keep_from=boundary).inventory()
+    """A planted fault: the sweep of `exact` without the cotangents of the first layer that holds a state."""
+    # Of a prompt that is not the problem's, so that no pass over its own is one too many.
+    rows = capture(
+        model, torch.zeros(2, dtype=torch.long), boundary=2, chunk=2, keep_from=2
+    ).inventory()
     layers = sorted({row.layer for row in rows if row.layer is not None and row.kind != "index"})
     kept = ",".join(map(str, layers[1:]))
     policy = f"layers:{kept}" if kept else "detach"
     return replace(longstraw(model, problem, objective, policy=policy, chunk=8), reference="exact")
+
+
+def whole_state_lost(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """A planted fault: no sweep at all by a path that claims `exact`, which is what LongStraw's claim would be."""
+    return replace(longstraw(model, problem, objective, policy="detach"), reference="exact")
+
+
+FAULTY = (one_layers_state_lost, whole_state_lost)
 
 
 def honest_cases(archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[CaseConfig]:
@@ -116,9 +129,9 @@ def honest_cases(archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[CaseCo
 
 
 def faulty_cases(archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[CaseConfig]:
-    """The planted fault on every architecture and precision, once."""
-    for dtype, arch in product(dtypes, archs):
-        yield _case(arch, dtype, 0, candidate=f"{__name__}:one_layers_state_lost")
+    """Each planted fault on every architecture and precision, once."""
+    for dtype, arch, fault in product(dtypes, archs, FAULTY):
+        yield _case(arch, dtype, 0, candidate=f"{__name__}:{fault.__name__}")
 
 
 def _case(
@@ -139,13 +152,14 @@ def _case(
 
 def alarm(case: CaseConfig) -> Alarm:
     """Judge one case of either kind; an error of ours is wrong for both: it refuses the honest and catches nothing."""
+    what = case.policy or str(case.candidate).rpartition(":")[2]
     try:
         receipt = judge(case)
     except Exception as error:
         return Alarm(
             arch=case.arch,
             dtype=case.dtype,
-            policy=case.policy or LOST,
+            policy=what,
             seed=case.seed,
             honest=case.candidate is None,
             reached=False,
@@ -155,7 +169,7 @@ def alarm(case: CaseConfig) -> Alarm:
     return Alarm(
         arch=case.arch,
         dtype=case.dtype,
-        policy=case.policy or LOST,
+        policy=what,
         seed=case.seed,
         honest=case.candidate is None,
         reached=receipt.reached,
@@ -169,7 +183,7 @@ def _refusal(receipt: CaseReceipt) -> str:
 
 
 def counted(honest: int, archs: Sequence[str], dtypes: Sequence[str]) -> Iterator[Alarm]:
-    """`honest` honest runs, then the planted fault everywhere, one by one."""
+    """`honest` honest runs, then the planted faults everywhere, one by one."""
     yield from map(alarm, islice(honest_cases(archs, dtypes), honest))
     yield from map(alarm, faulty_cases(archs, dtypes))
 

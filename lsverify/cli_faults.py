@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import random
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lsverify.errors import InputError
-
-if TYPE_CHECKING:
-    from lsverify.detection import Trial
-    from lsverify.evidence import CaseConfig
+from lsverify.whole_files import write_whole
 
 
 def alarms(
     arch: Annotated[
         list[str] | None, typer.Option(help="As for gate; every family if none is named.")
     ] = None,
-    runs: Annotated[int, typer.Option(help="Honest runs; the planted fault is run besides.")] = 500,
+    runs: Annotated[
+        int, typer.Option(help="Honest runs; the planted faults are run besides.")
+    ] = 500,
     dtype: Annotated[
         list[str] | None,
         typer.Option(help="float32, bfloat16-autocast, bfloat16; all if none is named."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file for all runs.")] = None,
 ) -> int:
-    """Count false alarms over honest runs of every family, and misses of a planted state fault; 1 if there is any."""
+    """Count false alarms over honest runs of every family, and misses of two planted state faults; 1 if there is any."""
     from lsverify import alarms as counting
     from lsverify import report
     from lsverify.cases import DTYPES, expanded, require_known
-    from lsverify.whole_files import write_whole
 
     archs, dtypes = expanded(tuple(arch or ["all"])), tuple(dtype or counting.DTYPES)
     for name in archs:
@@ -63,21 +57,30 @@ def faults(
     fault: Annotated[
         list[str] | None, typer.Option("--fault", help="Name of a fault; all if none is named.")
     ] = None,
-    problems: Annotated[int, typer.Option(help="Problems drawn for each fault.")] = 1,
-    share: Annotated[
-        float, typer.Option(help="Run this share of all cases, drawn by --seed; in (0, 1].")
-    ] = 1.0,
+    problems: Annotated[
+        int,
+        typer.Option(
+            help="Problems on which each fault must do something; more are drawn where it does nothing."
+        ),
+    ] = 1,
     dtype: Annotated[str, typer.Option(help="float64 (oracle) or float32.")] = "float64",
-    seed: Annotated[int, typer.Option(help="Of the first problem.")] = 0,
+    again: Annotated[
+        Path | None,
+        typer.Option(help="A record: run a share of its problems again and compare, instead."),
+    ] = None,
+    share: Annotated[float, typer.Option(help="Of the record's problems; in (0, 1].")] = 0.02,
+    seed: Annotated[int, typer.Option(help="Draws the share.")] = 0,
     workers: Annotated[int, typer.Option(help="Processes.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all trials as JSON.")] = False,
-    out: Annotated[Path | None, typer.Option(help="JSON file for all trials.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the record; what it has already is not run again.")
+    ] = None,
 ) -> int:
     """Show that every planted fault is caught by its rung, and no honest path by any; 1 if one is not."""
     from lsverify import report
-    from lsverify.detection import cases, matrix
+    from lsverify.detection_record import Record, load
+    from lsverify.detection_runs import continued, rerun
     from lsverify.faults import FAULTS
-    from lsverify.whole_files import write_whole
 
     if unknown := [name for name in fault or () if name not in FAULTS]:
         raise InputError(f"fault {unknown[0]!r} is not known: use a name of docs/faults.md")
@@ -89,45 +92,27 @@ def faults(
         )
     if not 0 < share <= 1:
         raise InputError(f"share {share} is not allowed: use more than 0 and at most 1")
-    chosen = [FAULTS[name] for name in fault or FAULTS]
-    given = list(cases(chosen, problems, dtype=dtype, seed=seed))
-    if share < 1:
-        kept = sorted(
-            random.Random(f"share {seed}").sample(
-                range(len(given)), max(1, round(share * len(given)))
-            )
+    notes, console = report.wide_console(stderr=True), report.wide_console()
+
+    def note(text: str) -> None:
+        notes.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    if again is not None:
+        count, differing = rerun(load(again), fault or None, share, seed, workers, note)
+        console.print(f"{count} trials run again, {len(differing)} differ from the record")
+        return 1 if differing or not count else 0
+    record = load(out) if out is not None and out.exists() else Record(dtype=dtype)
+    if record.dtype != dtype:
+        raise InputError(
+            f"record {str(out)!r} is of {record.dtype}, not {dtype}: give another --out"
         )
-        given = [given[at] for at in kept]
-    notes, found = report.wide_console(stderr=True), []
-    for trial in _trials(given, workers):
-        found.append(trial)
-        if trial.outcome in ("miss", "elsewhere", "alarm"):
-            text = (
-                f"{trial.outcome}: {trial.fault} on {trial.arch} seed {trial.seed}: {trial.detail}"
-            )
-            notes.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif len(found) % 100 == 0:
-            notes.print(f"{len(found)} of {len(given)}", highlight=False)
-    made = matrix(found, seed)
-    if out is not None:
-        write_whole(out, made.model_dump_json(indent=1))
+    chosen = [FAULTS[name] for name in fault or FAULTS]
+    for _ in continued(record, chosen, problems, workers, note):
+        if out is not None:
+            write_whole(out, record.model_dump_json(indent=1))
     if as_json:
-        typer.echo(made.model_dump_json(indent=1))
+        typer.echo(record.model_dump_json(indent=1))
     else:
-        console = report.wide_console()
-        console.print(made.table())
-        console.print(made.summary(), highlight=False)
-    return 1 if made.alarms or made.misses else 0
-
-
-def _trials(given: list[tuple[str, CaseConfig]], workers: int) -> Iterator[Trial]:
-    from lsverify.detection import tried
-
-    if workers == 1:
-        yield from (tried(name, case) for name, case in given)
-        return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        # Neighbours share references, so a worker gets a stretch of them.
-        size = max(1, min(64, len(given) // workers))
-        yield from pool.map(tried, *zip(*given, strict=True), chunksize=size)
+        console.print(record.table())
+        console.print(record.summary(), highlight=False)
+    return 1 if record.alarms or record.misses else 0

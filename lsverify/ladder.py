@@ -16,11 +16,19 @@ from lsverify.balance_oracle import check_balance
 from lsverify.cases import is_warm, load_candidate, source_of
 from lsverify.compare import Comparison, Limits
 from lsverify.errors import InputError
-from lsverify.evidence import RUNGS, CaseConfig, CaseReceipt, Distance, Parameter, Rung, Status
+from lsverify.evidence import (
+    RUNGS,
+    CaseConfig,
+    CaseReceipt,
+    Distance,
+    Parameter,
+    Rung,
+    RungName,
+    Status,
+)
 from lsverify.models import is_small
 from lsverify.objective import Objective
 from lsverify.observe import Run, no_silent_exit, recorded, timed, weighed
-from lsverify.oracles import check_objective
 from lsverify.paths import Path, StepResult, longstraw
 from lsverify.policies import parse_policy
 from lsverify.precision import deterministic, threads
@@ -36,8 +44,11 @@ from lsverify.stale import StaleStates
 from lsverify.unreadable import unreadable
 
 
-def judge(config: CaseConfig) -> CaseReceipt:
+def judge(config: CaseConfig, *, brief: bool = False) -> CaseReceipt:
     """Run one case through every rung up to the required one and write down what was shown.
+
+    brief: for counts over many cases. The path runs twice and not a third time to be weighed, and no rung beyond the
+    first that does not hold is judged; the rungs that are, are judged alike.
 
     Raises `InputError` for what the user must mend; whatever a path raises is evidence against it.
     """
@@ -48,7 +59,7 @@ def judge(config: CaseConfig) -> CaseReceipt:
     device = torch.get_default_device()
     try:
         with referee.setting.computing(), one_thread, no_silent_exit(), deterministic():
-            return _judged(config, fresh, referee)
+            return _judged(config, fresh, referee, brief)
     except InputError:
         raise
     except Exception as error:
@@ -91,7 +102,9 @@ def path_of(config: CaseConfig) -> Path:
     )
 
 
-def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> CaseReceipt:
+def _judged(
+    config: CaseConfig, fresh: Callable[[], Path], referee: Referee, brief: bool
+) -> CaseReceipt:
     setting = referee.setting
     step = (setting.model, setting.problem, setting.objective)
     wanted = RUNGS[: RUNGS.index(config.require) + 1]
@@ -110,7 +123,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
         if claim.shares:
             referee.require_shareable()
             warn_unshared(setting.problem)
-    again, weight = timed(fresh(), *step), weighed(fresh(), *step)
+    later = (timed(fresh(), *step),) + (() if brief else (weighed(fresh(), *step),))
     held_to = claim
     if config.reference == "full":
         policy = claim.policy and parse_policy("exact")
@@ -118,19 +131,23 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
     full = Claim(label="full", policy=None, objective=claim.objective)
     against_claim = referee.compared(held_to, run.gradients)
     against_full = referee.compared(full, run.gradients)
-    rungs = [objective_rung(config, referee, claim)]
-    if "execution" in wanted:
-        rungs.append(execution(config, claim, setting.problem, run, (again, weight)))
-    if "forward" in wanted:
-        rungs.append(forward(claim, run, referee, record))
-    if "gradient" in wanted:
-        rungs.append(gradient(held_to, run, (again, weight), referee, against_claim, record))
-    if "optimizer_delta" in wanted:
-        rungs.append(_optimizer(fresh, held_to, referee, run))
-    rungs += [
-        Rung(name=name, status="not_run", detail=f"not asked for: --require {config.require}")
-        for name in RUNGS[len(wanted) :]
-    ]
+    judged: dict[RungName, Callable[[], Rung]] = {
+        "objective": lambda: objective_rung(config, referee, claim),
+        "execution": lambda: execution(config, claim, setting.problem, run, later),
+        "forward": lambda: forward(claim, run, referee, record),
+        "gradient": lambda: gradient(held_to, run, later, referee, against_claim, record),
+        "optimizer_delta": lambda: _optimizer(fresh, held_to, referee, run),
+    }
+    rungs: list[Rung] = []
+    for name in RUNGS:
+        if name not in wanted:
+            reason = f"not asked for: --require {config.require}"
+        elif brief and rungs and not rungs[-1].holds:
+            reason = f"{rungs[-1].name} does not hold"
+        else:
+            rungs.append(judged[name]())
+            continue
+        rungs.append(Rung(name=name, status="not_run", detail=reason))
     return CaseReceipt(
         arch=config.arch,
         policy=config.policy or (claim.policy.spec if claim.policy else None),
@@ -148,7 +165,9 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
         bias=distance(against_full, run),
         paper_gate=None if run.error else against_full.paper_gate,
         parameters=parameters(against_claim, against_full),
-        accounting=account(claim, referee, chunk=config.chunk, run=run, again=again, weight=weight),
+        accounting={}
+        if brief
+        else account(claim, referee, chunk=config.chunk, run=run, again=later[0], weight=later[1]),
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(
@@ -164,7 +183,7 @@ def _judged(config: CaseConfig, fresh: Callable[[], Path], referee: Referee) -> 
 def objective_rung(config: CaseConfig, referee: Referee, claim: Claim) -> Rung:
     """`objective`: the claim's objective against outside oracles, on the setting's problem."""
     setting, objective = referee.setting, claim.objective
-    measure, limit, detail = check_objective(objective, setting.problem, config.seed)
+    measure, limit, detail = referee.objective_check(objective)
     if objective.aux_coef:
         routers, library = routers_of(setting.model), library_loss(setting.model)
         other, its_limit, found = check_balance(

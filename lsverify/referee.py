@@ -19,6 +19,7 @@ from lsverify.evidence import CaseConfig
 from lsverify.models import is_small
 from lsverify.objective import Objective
 from lsverify.observe import Run, recorded, restore, timed, weighed, weights_of
+from lsverify.oracles import check_objective
 from lsverify.paths import StepResult, full_autograd, full_logits
 from lsverify.policies import Policy, parse_policy
 from lsverify.precision import weight_dtype
@@ -129,6 +130,22 @@ class Referee:
         return recorded(
             full_autograd, self.setting.model, self.setting.problem, self.setting.objective
         )
+
+    @cached_property
+    def full_values(self) -> Run:
+        """Full autograd once more, with every layer's values kept."""
+        setting = self.setting
+        step = setting.model, setting.problem, setting.objective
+        return recorded(full_autograd, *step, keep_values=True)
+
+    def objective_check(self, objective: Objective) -> tuple[float, float, str]:
+        """What `check_objective` says of an objective on the setting's problem; asked once for each."""
+        key = ("objective", objective)
+        if key not in self._memo:
+            seed = self.setting.config.seed
+            self._memo[key] = check_objective(objective, self.setting.problem, seed)
+        found: tuple[float, float, str] = self._memo[key]
+        return found
 
     @cached_property
     def full_timed(self) -> Run:

@@ -31,31 +31,40 @@ def test_honest_cases_take_every_architecture_before_the_next_seed():
         ("glm_moe_dsa", "float32"),
     ],
 )
-def test_honest_runs_pass_and_a_layers_lost_state_does_not(arch, dtype):
+def test_honest_runs_pass_and_a_lost_state_does_not(arch, dtype):
     runs = list(alarms.counted(2, (arch,), (dtype,)))
-    assert [(run.honest, run.reached) for run in runs] == [(True, True)] * 2 + [(False, False)]
-    assert "failed" in runs[-1].statuses
+    assert [(run.honest, run.reached) for run in runs] == [(True, True)] * 2 + [(False, False)] * 2
+    assert [run.policy for run in runs[2:]] == [fault.__name__ for fault in alarms.FAULTY]
+    for faulty in runs[2:]:
+        assert faulty.statuses == ("proven", "proven", "proven", "failed")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16-autocast", "bfloat16"])
 def test_a_precision_too_coarse_for_a_model_accuses_no_honest_run_and_still_the_fault(dtype):
-    *honest, faulty = alarms.counted(2, ("glm_moe_dsa",), (dtype,))
+    *honest, layer, whole = alarms.counted(2, ("glm_moe_dsa",), (dtype,))
     assert all("failed" not in run.statuses for run in honest)
-    assert not faulty.wrong
+    assert not layer.wrong
+    assert not whole.wrong
 
 
 def test_a_fault_is_caught_by_a_failed_gradient_alone():
     fault = alarms.Alarm(
         arch="llama",
         dtype="bfloat16",
-        policy=alarms.LOST,
+        policy="whole_state_lost",
         seed=0,
         honest=False,
         reached=False,
         statuses=("proven", "proven", "proven", "failed"),
     )
     assert not fault.wrong
-    for statuses in (("error",), ("proven", "proven", "proven", "reference_inconsistent")):
+    others = (
+        ("error",),
+        ("proven", "failed", "proven", "failed"),
+        ("proven", "proven", "proven", "reference_inconsistent"),
+        ("proven", "proven", "proven", "undecidable"),
+    )
+    for statuses in others:
         assert fault.model_copy(update={"statuses": statuses}).wrong
 
 
@@ -107,7 +116,7 @@ def test_the_tally_counts_both_mistakes():
     honest_and_faulty = [
         ["float32"] * 2,
         ["2", "1"],
-        ["honest", "faulty"],
+        ["honest", "exact"],
         ["1", "1"],
         ["2", "1"],
         ["0", "0"],
@@ -120,7 +129,7 @@ def test_the_command_writes_all_runs_and_tells_by_its_code(tmp_path, capsys):
     file = tmp_path / "alarms.json"
     given = ["alarms", "--arch", "llama", "--runs", "1", "--dtype", "float32", "--out", str(file)]
     assert run(given) == 0
-    assert [one["honest"] for one in json.loads(file.read_text())["runs"]] == [True, False]
+    assert [one["honest"] for one in json.loads(file.read_text())["runs"]] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from lsverify.observe import Run, recorded
-from lsverify.paths import full_autograd
+from lsverify.observe import Run
 from lsverify.referee import Referee, floor_dtype
 from lsverify.trace import Place
 
@@ -20,9 +19,7 @@ Values = Mapping[tuple[str, Place], Tensor]
 def parting(run: Run, referee: Referee) -> str:
     """In words, from a run of the path that kept every layer's values."""
     setting = referee.setting
-    full = recorded(
-        full_autograd, setting.model, setting.problem, setting.objective, keep_values=True
-    )
+    full = referee.full_values
     if run.trace is None or full.trace is None or not run.trace.values:
         return "no layer's values could be placed"
     eps = torch.finfo(floor_dtype(setting.config.dtype)).eps

@@ -1,0 +1,135 @@
+"""What many trials came to, fault by fault: small enough to be kept, exact enough to be run again and held against.
+
+One letter for each problem, in the order of their numbers: the number alone draws the problem, so a letter can be made
+again by anybody.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.table import Table
+
+from lsverify.detection import Trial
+from lsverify.errors import InputError
+from lsverify.evidence import RUNGS, RungName
+
+LETTERS = {"caught": "c", "elsewhere": "e", "miss": "m", "ineligible": "i"}
+# Caught, and not pointed at the right place.
+UNPOINTED = "n"
+ELIGIBLE = "cnem"
+
+
+class Row(BaseModel):
+    """One fault: the rung that must refuse it, a letter for each problem from number 0 on, and which rungs did refuse."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    must: RungName
+    letters: str = ""
+    refused_by: dict[str, int] = {}
+
+    def count(self, letters: str) -> int:
+        return sum(self.letters.count(letter) for letter in letters)
+
+    @property
+    def eligible(self) -> int:
+        return self.count(ELIGIBLE)
+
+    @property
+    def caught(self) -> int:
+        return self.count("cn")
+
+
+class Record(BaseModel):
+    """All that was seen: `shown` are the trials that were not caught and pointed at as they must be, and the alarms."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    transformers: str = importlib.metadata.version("transformers")
+    torch: str = importlib.metadata.version("torch")
+    dtype: str
+    faults: dict[str, Row] = {}
+    honest: int = 0
+    shown: list[Trial] = []
+
+    def add(self, trials: Iterable[Trial]) -> None:
+        """Take in trials; those of one fault must come in the order of their numbers."""
+        for trial in trials:
+            if trial.honest:
+                self.honest += 1
+            else:
+                self._row(trial)
+            if trial.outcome != "passed" and letter_of(trial) not in "ci":
+                self.shown.append(trial)
+
+    def _row(self, trial: Trial) -> None:
+        must = trial.expected
+        row = self.faults.setdefault(trial.fault, Row.model_validate({"must": must}))
+        if trial.number != len(row.letters):
+            raise ValueError(f"{trial.fault}: problem {trial.number} after {len(row.letters)}")
+        row.letters += letter_of(trial)
+        if trial.eligible and trial.refused_by is not None:
+            row.refused_by[trial.refused_by] = row.refused_by.get(trial.refused_by, 0) + 1
+
+    @property
+    def alarms(self) -> list[Trial]:
+        return [trial for trial in self.shown if trial.honest]
+
+    @property
+    def misses(self) -> list[Trial]:
+        return [trial for trial in self.shown if trial.outcome in ("miss", "elsewhere")]
+
+    def table(self) -> Table:
+        """Fault by rung: how often each refused it, of how many eligible problems; and the scores."""
+        drawn = Table(*COLUMNS)
+        for cells in self.rows():
+            drawn.add_row(*cells)
+        return drawn
+
+    def rows(self) -> Iterable[list[str]]:
+        for name, row in self.faults.items():
+            by_rung = [row.refused_by.get(rung, 0) for rung in RUNGS[1:]]
+            counts = [len(row.letters), row.eligible, *(count or "" for count in by_rung)]
+            shares = [share(row.caught, row.eligible), share(row.count("c"), row.eligible)]
+            yield [name, row.must, *map(str, counts), *shares]
+
+    def summary(self) -> str:
+        """One line: caught, pointed at the right place, false alarms."""
+        rows = [row for row in self.faults.values() if row.eligible]
+        eligible, caught = sum(row.eligible for row in rows), sum(row.caught for row in rows)
+        pointed = sum(row.count("c") for row in rows)
+        least = min((row.caught / row.eligible for row in rows), default=0.0)
+        return (
+            f"{len(rows)} faults on {eligible} eligible problems: {share(caught, eligible)} caught by the rung that "
+            f"must (the least {100 * least:.4g}%), {share(pointed, eligible)} pointed at the right place; "
+            f"{len(self.alarms)} false alarms in {self.honest} honest runs"
+        )
+
+
+COLUMNS = ("fault", "must refuse", "problems", "eligible", *RUNGS[1:], "caught", "pointed")
+
+
+def letter_of(trial: Trial) -> str:
+    """The trial's letter in a row; that of an honest path says passed or alarm by its outcome's first."""
+    if trial.honest:
+        return trial.outcome[0]
+    return UNPOINTED if trial.outcome == "caught" and not trial.pointed else LETTERS[trial.outcome]
+
+
+def share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.4g}%" if whole else "-"
+
+
+def load(file: Path) -> Record:
+    """Read a record. Raises `InputError`, one line, for anything that is not one."""
+    try:
+        return Record.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        said = str(error).splitlines()[0]
+        raise InputError(
+            f"record {str(file)!r} cannot be read ({said}): give a file that `lsverify faults --out` wrote"
+        ) from None
