@@ -41,11 +41,12 @@ def test_p_above_of_contrasts_without_spread():
     assert p_above(contrasts).tolist() == [0, 1, 1, 0.5]
 
 
-@pytest.mark.parametrize("fifths", range(1, 13))
-def test_an_arm_exactly_on_the_margin_without_spread_is_neither(fifths):
-    gap, gain = fifths / 64, np.full(6, 5 * fifths / 64)
-    sides = Margin(of_reward=0.99).sides(0.5 + gain - gap, 0.5 + gain, np.full(6, 0.5))
-    assert min(p_values(sides)) == 1
+@pytest.mark.parametrize("percent", range(1, 13))
+def test_an_arm_exactly_on_the_margin_without_spread_is_neither(percent):
+    gap, gain = percent / 100, 5 * percent / 100
+    reference, start = np.full(6, 0.1 + gain), np.full(6, 0.1)
+    for arm in (reference - gap, reference + gap):
+        assert min(p_values(Margin(of_reward=0.99).sides(arm, reference, start))) == 1
 
 
 def test_all_must_be_above_and_one_below_is_enough():

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -99,6 +102,15 @@ def test_spending_that_never_ends_is_seen(monkeypatch):
     assert measured(**over(spread=0.02, seeds=6), nights=30).equivalent > 0.05
 
 
+def test_the_first_arm_has_the_gap_and_the_others_theirs():
+    sweep = Sweep(gap=-0.1, others=0.2, arms=3, spread=0.05)
+    arms, reference = sweep.draw(4000, 6, rng())
+    gaps = arms - reference[:, None]
+    assert gaps.mean(axis=(0, 2)) == pytest.approx([-0.1, 0.2, 0.2], abs=0.002)
+    assert gaps.std(axis=(0, 2)) == pytest.approx([0.05] * 3, rel=0.02)
+    assert (reference.mean(), reference.std()) == pytest.approx((0.7, 0.03), rel=0.02)
+
+
 @pytest.mark.parametrize("shape", NOISE)
 def test_shapes_have_mean_zero_and_variance_one(shape):
     noise = NOISE[shape](rng(), (200_000,))
@@ -135,6 +147,12 @@ def test_values_out_of_range_are_refused(arguments, message, capsys):
         main(arguments)
     assert refused.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {message}")
+
+
+def test_statistics_need_no_torch():
+    modules = "stats, equivalence, verdicts, looking, keyed, simulated_sweeps"
+    code = f"import sys; from lsverify import {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_rates_refuse_too_few_seeds():

@@ -107,7 +107,14 @@ def test_more_arms_need_more():
     assert compare(alone, START).arms[0].p_equivalent == pytest.approx(0.021, abs=2e-3)
     assert decisions(compare(alone, START))["exact"] == "equivalent"
     beside_nine = {**alone, **{f"other {k}": table(-0.035, seed=k) for k in range(20, 29)}}
-    assert decisions(compare(beside_nine, START))["exact"] == "undecided"
+    first = compare(beside_nine, START).arms[0]
+    assert first.decision == "undecided"
+    assert first.seeds_to_decide > 8
+    wider = {"exact": table(0.0, spread=0.1, seed=12)}
+    more, fewer = (
+        compare({**arms, **wider}, START).arms[0].seeds_to_decide for arms in (beside_nine, alone)
+    )
+    assert more > 1.5 * fewer
 
 
 def test_a_later_look_needs_more():
@@ -123,6 +130,10 @@ def test_a_later_look_needs_more():
         (
             {"scrambled": table(0.0, seed=5)},
             r"the control 'scrambled' is not seen as different \(gap .* lies within the margin 0\.0350\): a loss would not be seen either",
+        ),
+        (
+            {"scrambled": table(-0.1, spread=0.08, seed=5)},
+            r"the control 'scrambled' is not seen as different \(gap .* would decide\): a loss would not be seen either",
         ),
         (
             {"full, other seeds": table(-0.1, seed=5)},
