@@ -31,8 +31,8 @@ from torch.nn.utils.rnn import pad_sequence
 from lsverify.errors import InputError
 from lsverify.objective import Objective
 from lsverify.paths import StepResult
-from lsverify.problems import Problem
 from lsverify.precision import promoting
+from lsverify.problems import Problem
 from lsverify.put_back import PutBack
 from lsverify.trl_options import trl_options
 
@@ -42,6 +42,7 @@ try:
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
     from trl import GRPOConfig, GRPOTrainer
+    from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import split_tensor_dict
 except ImportError:
     raise InputError("TRL is not installed: pip install 'lsverify[trl]'") from None
@@ -80,13 +81,21 @@ def promoted(model: nn.Module, problem: Problem, objective: Objective) -> StepRe
 
     Not what TRL computes. It tells the precision of TRL's step from its mathematics, on a model in float64.
     """
-    before = torch.get_default_dtype()
+    before, backward = torch.get_default_dtype(), ChunkedLogProbFunction.backward
+
+    def promoted_backward(*arguments: Any) -> Any:
+        # Autograd calls it outside of the mode that is open around `Tensor.backward`.
+        with promoting():
+            return backward(*arguments)
+
     torch.set_default_dtype(torch.float64)
+    ChunkedLogProbFunction.backward = staticmethod(promoted_backward)
     try:
         with promoting():
             return step(model, problem, objective)
     finally:
         torch.set_default_dtype(before)
+        ChunkedLogProbFunction.backward = staticmethod(backward)
 
 
 class GivenRollouts(GRPOTrainer):
@@ -96,7 +105,8 @@ class GivenRollouts(GRPOTrainer):
     """
 
     def __init__(self, problem: Problem, **arguments: Any) -> None:
-        self.problem, self.log_probs = problem, []
+        self.problem = problem
+        self.log_probs: list[Tensor] = []
         size = arguments["args"].num_generations
         self.members = [i for row in _filled(problem, size) for i in row]
         super().__init__(
@@ -193,15 +203,16 @@ def _trainer(
 
 
 def _options(objective: Objective) -> dict[str, Any]:
-    if objective.aux_coef and objective.aux_prompt != "per_response":
+    if objective.aux_coef:
         raise InputError(
-            f"TRL counts a prompt's tokens once per response in its auxiliary loss, not {objective.aux_prompt!r}: "
-            "use aux_prompt=per_response"
+            "TRL's load-balancing loss counts the last token of each response, which no path here forwards: "
+            "use aux_coef=0"
         )
     return {
         **trl_options(objective),
         "temperature": objective.temperature,
-        "router_aux_loss_coef": objective.aux_coef,
+        # None would take the model's own coefficient.
+        "router_aux_loss_coef": 0.0,
     }
 
 
@@ -217,9 +228,13 @@ def _require_data(problem: Problem, objective: Objective) -> None:
         raise InputError("TRL has no prompts with spans: use spans=none")
     first = problem.responses[0]
     if objective.beta and first.ref_logp is None:
-        raise InputError("the objective has beta above 0 and the problem no ref_logp: score it, or use beta=0")
+        raise InputError(
+            "the objective has beta above 0 and the problem no ref_logp: score it, or use beta=0"
+        )
     if objective.sampler_correction != "none" and first.sampler_logp is None:
-        raise InputError("the objective has a sampler_correction and the problem no sampler_logp: give it")
+        raise InputError(
+            "the objective has a sampler_correction and the problem no sampler_logp: give it"
+        )
 
 
 def _filled(problem: Problem, size: int) -> Iterator[list[int | None]]:
