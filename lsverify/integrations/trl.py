@@ -123,8 +123,8 @@ class ParityCallback(TrainerCallback):
             return
         try:
             norms = self._check(state.global_step)
-        except InputError as error:  # of this step's data, which are no reason to end a training
-            log.warning(f"step {state.global_step}: not checked: {error}")
+        except InputError as refused:  # of this step's data, which are no reason to end a training
+            log.warning(f"step {state.global_step}: not checked: {refused}")
             return
         error = torch.inf if norms.rel_l2 is None else norms.rel_l2
         numbers = {"rel_l2": error, "cosine": norms.cosine, "norm_ratio": norms.norm_ratio}
