@@ -95,11 +95,21 @@ def test_families_are_full_autograd_in_float32(arch):
     assert apart(trl_trainer.step, model, problem_for(model, objective), objective)[0] < 1e-5
 
 
-def test_learned_positions_count_the_padding():
-    """TRL passes no positions: gpt2 is right while prompts are of one length, and wrong beside a longer one."""
-    model, objective = build("gpt2", seed=0, dtype="float32"), preset("grpo")
-    even, ragged = (problem_for(model, objective, lengths=each) for each in ((7, 7), (7, 4)))
-    assert apart(trl_trainer.step, model, even, objective)[0] < 1e-5
+@pytest.mark.parametrize(
+    ("arch", "even"),
+    [
+        # TRL passes no positions, and learned ones count the padding.
+        ("gpt2", True),
+        # The library lets the state run through the padding.
+        ("rwkv", True),
+        # So here; and TRL's head leaves out the soft cap, whose name it does not know.
+        ("xlstm", False),
+    ],
+)
+def test_families_that_padding_on_the_left_moves(arch, even):
+    model, objective = build(arch, seed=0, dtype="float32"), preset("grpo")
+    alike, ragged = (problem_for(model, objective, lengths=each) for each in ((7, 7), (7, 4)))
+    assert (apart(trl_trainer.step, model, alike, objective)[0] < 1e-5) == even
     assert apart(trl_trainer.step, model, ragged, objective)[0] > 0.1
 
 
@@ -150,7 +160,7 @@ def on_policy(self, model, inputs):
 
 
 def scored_as_zero(self, **_):
-    return [0.0 if i is None else self.problem.responses[i].reward for i in self.members]
+    return [0.0 if each is None else each.reward for each in self.rows]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,8 @@ class GivenRollouts(GRPOTrainer):
         self.problem = problem
         self.log_probs: list[Tensor] = []
         size = arguments["args"].num_generations
-        self.members = [i for row in _filled(problem, size) for i in row]
+        self.members = [i for group in _filled(problem, size) for i in group]
+        self.rows = [None if i is None else problem.responses[i] for i in self.members]
         super().__init__(
             reward_funcs=[self._rewards],
             rollout_func=self._rollouts,
@@ -123,7 +124,7 @@ class GivenRollouts(GRPOTrainer):
         batch = self._generate_and_score_completions([{"prompt": "?"} for _ in self.members])
         kept = [row for row, member in enumerate(self.members) if member is not None]
         batch = {key: each[kept] if each.ndim else each for key, each in batch.items()}
-        tokens = self._padded([each.tokens for each in self.problem.responses], PAD)
+        tokens = _padded([each.tokens for each in self.problem.responses], PAD)
         return {**batch, "completion_ids": tokens.to(batch["completion_ids"].device)}
 
     def second_pass(self, batches: list[dict[str, Any]]) -> None:
@@ -142,25 +143,19 @@ class GivenRollouts(GRPOTrainer):
         """[rows, C] log-probs of the problem, in the precision of the weights, at least float32; 0 where none counts."""
         rows = [
             torch.zeros(1, dtype=torch.float64)
-            if i is None
-            else torch.where(
-                self.problem.responses[i].mask, getattr(self.problem.responses[i], name), 0.0
-            )
-            for i in self.members
+            if each is None
+            else torch.where(each.mask, getattr(each, name), 0.0)
+            for each in self.rows
         ]
         weights = next(self.model.parameters())
         dtype = torch.promote_types(weights.dtype, torch.float32)
-        return self._padded(rows, 0.0).to(weights.device, dtype)
-
-    def _padded(self, rows: Sequence[Tensor], value: float) -> Tensor:
-        return pad_sequence(list(rows), batch_first=True, padding_value=value)
+        return _padded(rows, 0.0).to(weights.device, dtype)
 
     def _rewards(self, **_: Any) -> list[float | None]:
-        return [None if i is None else self.problem.responses[i].reward for i in self.members]
+        return [None if each is None else each.reward for each in self.rows]
 
     def _rollouts(self, prompts: Any, trainer: Any) -> dict[str, Any]:
         """Prompts as they are; of responses their length, whether they ended, and what counts of them."""
-        rows = [None if i is None else self.problem.responses[i] for i in self.members]
         sampler = self.problem.responses[0].sampler_logp is not None
         return {
             "prompt_ids": [
@@ -168,9 +163,9 @@ class GivenRollouts(GRPOTrainer):
             ],
             "completion_ids": [
                 [WORD] * (len(each) - 1) + [WORD if each.truncated else END] if each else [END]
-                for each in rows
+                for each in self.rows
             ],
-            "env_mask": [each.mask.int().tolist() if each else [0] for each in rows],
+            "env_mask": [each.mask.int().tolist() if each else [0] for each in self.rows],
             "logprobs": self._given("sampler_logp").tolist() if sampler and self.use_vllm else None,
         }
 
@@ -235,6 +230,11 @@ def _require_data(problem: Problem, objective: Objective) -> None:
         raise InputError(
             "the objective has a sampler_correction and the problem no sampler_logp: give it"
         )
+
+
+def _padded(rows: Sequence[Tensor], value: float) -> Tensor:
+    """[N, C], each row padded on its right."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=value)
 
 
 def _filled(problem: Problem, size: int) -> Iterator[list[int | None]]:
