@@ -27,13 +27,14 @@ CHUNK = 512
 
 def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
     """The logits [R_i, V] that predict response i, from one uncached, unpadded forward pass."""
-    tokens, length = problem.tokens(i)[:-1], len(problem.responses[i].tokens)
-    positions = torch.arange(len(tokens), device=tokens.device)
+    device = next(model.parameters()).device
+    tokens, length = problem.tokens(i)[:-1].to(device), len(problem.responses[i].tokens)
+    positions = torch.arange(len(tokens), device=device)
     output = model(
         input_ids=tokens[None],
         position_ids=positions[None],
         use_cache=False,
-        **span_arguments(model, problem.spans(i), len(tokens), device=tokens.device),
+        **span_arguments(model, problem.spans(i), len(tokens), device=device),
         **keep_logits(model, length),
     )
     logits: Tensor = output.logits[0, -length:]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lsverify.errors import InputError
@@ -19,6 +20,7 @@ LOSS_TYPES = {
     ("sapo", "sequence_mean"): "sapo",
     ("vespo", "global_tokens"): "vespo",
 }
+LUSPO = ("two_sided", "constant")
 SCALES = {"group_std": "group", "group_mean": "none", "batch_std": "batch"}
 CORRECTION = "vllm_importance_sampling_"
 AUXILIARY = ("aux_coef", "aux_prompt")
@@ -61,13 +63,82 @@ def trl_options(objective: Objective) -> dict[str, Any]:
         "mask_truncated_completions": o.mask_truncated,
         "entropy_coef": o.entropy_bonus,
         "off_policy_mask_threshold": o.off_policy_threshold,
-        **{
-            name: getattr(o, name)
-            for name in Objective.model_fields
-            if name.startswith(NAMED_ALIKE)
-        },
+        **{name: getattr(o, name) for name in _named_alike()},
         **_correction(o),
     }
+
+
+def objective_of(config: Any) -> Objective:
+    """The objective that a `GRPOConfig` says, so that `trl_options` of it says the config again.
+
+    The auxiliary loss of experts is left out. Raises InputError, naming the option, where we have no counterpart.
+    """
+    for name, neutral in (("top_entropy_quantile", 1.0), ("use_adaptive_entropy", False)):
+        if getattr(config, name) != neutral:
+            raise InputError(
+                f"{name}={getattr(config, name)} has no counterpart here: use {neutral}"
+            )
+    loss, high = config.loss_type, config.epsilon_high
+    clip, aggregation = {**{name: key for key, name in LOSS_TYPES.items()}, "luspo": LUSPO}[loss]
+    cispo, corrected = (
+        clip == "cispo",
+        config.use_vllm and getattr(config, CORRECTION + "correction"),
+    )
+    objective = Objective.parse(
+        {
+            "name": loss,
+            "advantage": {word: name for name, word in SCALES.items()}[config.scale_rewards],
+            "ratio": config.importance_sampling_level,
+            "clip": clip,
+            "aggregation": aggregation,
+            "epsilon_low": 1.0 if cispo else config.epsilon,
+            "epsilon_high": (config.epsilon if high is None else high) - cispo,
+            "dual_clip": config.delta if clip == "two_sided" else None,
+            "constant_length": 1 if loss == "luspo" else config.max_completion_length,
+            "beta": config.beta,
+            "kl_weighted": config.use_bias_correction_kl,
+            "mask_truncated": config.mask_truncated_completions,
+            "entropy_bonus": config.entropy_coef,
+            "temperature": config.temperature,
+            "off_policy_threshold": config.off_policy_mask_threshold,
+            **{name: getattr(config, name) for name in _named_alike()},
+            **(
+                {
+                    "sampler_correction": getattr(config, CORRECTION + "mode"),
+                    "sampler_clip_max": getattr(config, CORRECTION + "clip_max"),
+                    "sampler_clip_min": getattr(config, CORRECTION + "clip_min"),
+                }
+                if corrected
+                else {}
+            ),
+        }
+    )
+    for name, value in trl_options(objective).items():
+        given = getattr(config, name)
+        if name not in _unread(config) and not _same(value, given):
+            raise InputError(f"{name}={given} with loss_type={loss!r} has no counterpart here")
+    return objective
+
+
+def _unread(config: Any) -> set[str]:
+    """Options that the loss of such a config does not read, or reads as another one."""
+    names = set() if config.use_vllm else {CORRECTION + "correction"}
+    names |= {"luspo": {"max_completion_length"}, "cispo": {"epsilon", "delta"}}.get(
+        config.loss_type, set()
+    )
+    if config.loss_type in ("sapo", "vespo"):
+        names |= {"delta"}
+    return names | ({"epsilon_high"} if config.epsilon_high is None else set())
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, float) and isinstance(theirs, float):
+        return math.isclose(ours, theirs, rel_tol=1e-12)
+    return bool(ours == theirs)
+
+
+def _named_alike() -> list[str]:
+    return [name for name in Objective.model_fields if name.startswith(NAMED_ALIKE)]
 
 
 def rloo_options(objective: Objective) -> dict[str, Any]:

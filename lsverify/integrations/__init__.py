@@ -1,0 +1,1 @@
+"""lsverify inside other people's trainings: one module for each trainer."""
