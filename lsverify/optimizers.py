@@ -68,6 +68,7 @@ class TorchStep:
     """The same step by `torch.optim` on a model's `.grad`, as a trainer takes it."""
 
     def __init__(self, model: nn.Module, update: Update) -> None:
+        self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._clip = update.max_grad_norm
         if update.kind == "sgd":
@@ -88,3 +89,19 @@ class TorchStep:
             torch.nn.utils.clip_grad_norm_(self._parameters, self._clip)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def moments(self) -> Weights:
+        """Copies of what the optimizer keeps between steps, by parameter and field, written `NAME/FIELD`."""
+        return {
+            f"{name}/{field}": torch.as_tensor(value).detach().clone()
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+            for field, value in self._optimizer.state[parameter].items()
+            if value is not None
+        }
+
+    def resume(self, moments: Mapping[str, Tensor]) -> None:
+        """Go on from what `moments` gave."""
+        named = dict(zip(self._names, self._parameters, strict=True))
+        for key, value in moments.items():
+            name, _, field = key.rpartition("/")
+            self._optimizer.state[named[name]][field] = value.clone()

@@ -26,7 +26,7 @@ from lsverify.errors import InputError
 from lsverify.objective import Objective, Plan, monolithic, prepare, token_logp
 from lsverify.policies import Policy, parse_policy, require_chosen
 from lsverify.problems import Problem
-from lsverify.prompt import Chunk, PromptState, capture, continue_from, keep_logits, unwrapped
+from lsverify.prompt import Chunk, PromptState, capture, continue_from, unwrapped
 from lsverify.scoring import (
     CHUNK,
     adapters_off,
@@ -35,11 +35,11 @@ from lsverify.scoring import (
     frozen_balance,
     full_logits,
     full_score,
+    padded_logits,
     reference_scores,
     score,
     shared_prompts,
 )
-from lsverify.span_masks import padded_arguments
 from lsverify.spans import require_uncut
 from lsverify.stale import StaleStates
 from lsverify.tags import tags_of
@@ -112,7 +112,7 @@ def full_autograd(
     if batched:
         batch = BatchBalance(model, problem, objective)
         with batch.watched():
-            logits = _batched_logits(model, problem, padding)
+            logits = padded_logits(model, problem, padding)
         loss = batch.added_to(monolithic(objective, problem, logits, scores), padding)
         _backward(loss)
         log_probs = [
@@ -295,28 +295,6 @@ def _recompute(
                 f"{where}: {path} differs from its captured value by {error.item():.3g}"
             )
     return recomputed
-
-
-def _batched_logits(
-    model: nn.Module, problem: Problem, padding: Literal["left", "right"]
-) -> list[Tensor]:
-    """The same logits from one padded pass; the longest row's last token is not forwarded.
-
-    Padded on the left, all prompts end at one column, so that the responses' columns can be asked for.
-    """
-    batch, lengths = problem.padded(padding), problem.response_lengths
-    keep = max(lengths) if padding == "left" else 0
-    output = model(
-        input_ids=batch.input_ids[:, :-1],
-        position_ids=batch.position_ids[:, :-1],
-        use_cache=False,
-        **padded_arguments(model, batch.attention_mask[:, :-1], batch.spans),
-        **(keep_logits(model, keep) if keep else {}),
-    )
-    logits: Tensor = output.logits
-    before = batch.input_ids.shape[1] - 1 - logits.shape[1]
-    starts = [int(start) - 1 - before for start in batch.response_start]
-    return [logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
 
 
 def _require_trainable(model: nn.Module) -> None:

@@ -5,9 +5,9 @@ Also the two passes that scoring and training share: a response's own, and branc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from lsverify.objective import Objective, Scores, token_logp
 from lsverify.policies import Policy, parse_policy
 from lsverify.problems import Problem
 from lsverify.prompt import PromptState, capture, continue_from, keep_logits
-from lsverify.span_masks import span_arguments
+from lsverify.span_masks import padded_arguments, span_arguments
 from lsverify.spans import require_uncut
 
 CHUNK = 512
@@ -39,6 +39,28 @@ def full_logits(model: nn.Module, problem: Problem, i: int) -> Tensor:
     )
     logits: Tensor = output.logits[0, -length:]
     return logits
+
+
+def padded_logits(
+    model: nn.Module, problem: Problem, padding: Literal["left", "right"] = "left"
+) -> list[Tensor]:
+    """The logits of `full_logits`, of all responses, from one padded pass; the longest row's last token is not forwarded.
+
+    Padded on the left, all prompts end at one column, so that the responses' columns can be asked for.
+    """
+    batch, lengths = problem.padded(padding), problem.response_lengths
+    keep = max(lengths) if padding == "left" else 0
+    output = model(
+        input_ids=batch.input_ids[:, :-1],
+        position_ids=batch.position_ids[:, :-1],
+        use_cache=False,
+        **padded_arguments(model, batch.attention_mask[:, :-1], batch.spans),
+        **(keep_logits(model, keep) if keep else {}),
+    )
+    logits: Tensor = output.logits
+    before = batch.input_ids.shape[1] - 1 - logits.shape[1]
+    starts = [int(start) - 1 - before for start in batch.response_start]
+    return [logits[i, start : start + lengths[i]] for i, start in enumerate(starts)]
 
 
 def branch_logits(
@@ -88,8 +110,12 @@ def score(
     temperature: float = 1.0,
     policy: str | Policy = "detach",
     chunk: int = CHUNK,
+    branches: int = 1,
 ) -> tuple[Tensor, ...]:
-    """Log-probs [R_i] of every response under the current parameters, without graph, over a captured prompt."""
+    """Log-probs [R_i] of every response under the current parameters, without graph, over a captured prompt.
+
+    `branches` responses share a pass, as in `longstraw`.
+    """
     policy = parse_policy(policy) if isinstance(policy, str) else policy
     scored: dict[int, Tensor] = {}
     for prompt, members in shared_prompts(problem):
@@ -98,20 +124,25 @@ def score(
         state = capture(
             model, prompt, boundary=boundary, chunk=chunk, keep_from=boundary, spans=spans
         )
-        for i in members:
-            (logits,) = branch_logits(model, problem, [i], state, {})
-            scored[i] = token_logp(logits, problem.responses[i].tokens, temperature)
+        for together in batched(members, branches):
+            rows = branch_logits(model, problem, together, state, {})
+            for i, logits in zip(together, rows, strict=True):
+                scored[i] = token_logp(logits, problem.responses[i].tokens, temperature)
     return tuple(scored[i] for i in range(len(problem)))
 
 
 @torch.no_grad()
 def full_score(
-    model: nn.Module, problem: Problem, *, temperature: float = 1.0
+    model: nn.Module, problem: Problem, *, temperature: float = 1.0, batched: bool = False
 ) -> tuple[Tensor, ...]:
-    """The same log-probs from uncached, unpadded forward passes."""
+    """The same log-probs from uncached forward passes: one unpadded for each response, or one padded for all."""
+    if batched:
+        rows: Iterable[Tensor] = padded_logits(model, problem)
+    else:
+        rows = (full_logits(model, problem, i) for i in range(len(problem)))
     return tuple(
-        token_logp(full_logits(model, problem, i), response.tokens, temperature)
-        for i, response in enumerate(problem.responses)
+        token_logp(logits, response.tokens, temperature)
+        for logits, response in zip(rows, problem.responses, strict=True)
     )
 
 

@@ -55,6 +55,11 @@ class StaleStates:
             self._states[key] = self.step, capture()
         return self._states[key][1]
 
+    def kept(self, prompt: Tensor, boundary: int, spans: Spans = ()) -> tuple[int, PromptState]:
+        """A state that is kept, and the steps that it has served, the present one counted. Raises KeyError where none is."""
+        captured, state = self._states[token_hash(prompt, spans), boundary]
+        return self.step - captured + 1, state
+
     def check(self, state: PromptState, tags: Tags) -> None:
         """Raise `StalePromptState` unless the weights are those that the step began with and all else fits `state`.
 

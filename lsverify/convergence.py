@@ -1,0 +1,238 @@
+"""One training of one arm, paired with those of other arms: the same start, prompts and random numbers for a seed.
+
+Rollouts are sampled online from the policy as it is, scored by the arm and by the start, and serve one optimizer step or
+several. A training lives in its folder and goes on where it was stopped, whenever that was: its curve is the same to
+the bit. Whoever wants the rows as they come (a progress bar, W&B) passes a callback.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lsverify.advantages import kl_estimate
+from lsverify.arms import make_arm
+from lsverify.checkpoints import Checkpoint, read_checkpoint
+from lsverify.curves import Curve, CurveFile, Row, StepRow, TestRow, ToFull, read_curve
+from lsverify.errors import InputError
+from lsverify.models import build
+from lsverify.norms import Norms, distance, norm, promoted, total
+from lsverify.objective import prepare
+from lsverify.optimizers import TorchStep
+from lsverify.paths import StepResult, full_autograd
+from lsverify.precision import computing, deterministic, threads
+from lsverify.problems import Problem
+from lsverify.references import Gradients, take_gradients
+from lsverify.rollouts_online import course_of, rolled_out, scored, tested
+from lsverify.trainings import Training
+from lsverify.whole_files import write_whole
+
+CONFIG = "training.json"
+
+
+class TrainingBroke(RuntimeError):
+    """A training whose gradient is no number any more; it keeps the rows before."""
+
+
+def train(
+    training: Training, folder: Path, *, report: Callable[[Row], None] = lambda row: None
+) -> Curve:
+    """Train, or go on with what is in `folder`, to the end; `report` gets each row that is made, in order.
+
+    The folder holds training.json, curve.jsonl and checkpoint.safetensors. Raises `InputError` for a folder of another
+    training and for files that are not a training's, `TrainingBroke` when the gradient is not finite.
+    """
+    claim(folder, training)
+    checkpoint, curve = read_checkpoint(folder), read_curve(folder)
+    at = checkpoint.step if checkpoint else 0
+    if checkpoint and at == training.steps:
+        return curve
+    with _running(training) as run:
+        if checkpoint:
+            checkpoint.put_back(run.model, run.optimizer)
+        file = CurveFile(folder, curve.up_to(at) if checkpoint else Curve(()))
+        for rows in run.steps(at):
+            for row in rows:
+                file.add(row)
+                report(row)
+            if training.at_rest(step := rows[0].step):
+                file.settle()
+                Checkpoint.of(run.model, run.optimizer, step).write(folder)
+        return file.close()
+
+
+def claim(folder: Path, training: Training) -> None:
+    """Write what the folder is for, or hold the training to it."""
+    file, wanted = folder / CONFIG, training.model_dump_json(indent=1) + "\n"
+    if not file.exists():
+        write_whole(file, wanted)
+    elif file.read_text("utf-8") != wanted:
+        raise InputError(
+            f"{folder} holds another training than this one: see {CONFIG} in it, and use another folder or remove it"
+        )
+
+
+@contextmanager
+def _running(training: Training) -> Iterator[_Run]:
+    """Start and policy on one thread, in the training's precision, by deterministic algorithms."""
+    models = [build(training.arch, seed=0, dtype=training.dtype) for _ in range(2)]
+    with ExitStack() as stack:
+        stack.enter_context(threads(1))
+        stack.enter_context(deterministic())
+        for model in models:
+            stack.enter_context(computing(model, training.dtype))
+        yield _Run(training, *models)
+
+
+class _Run:
+    """A training at work: `steps` trains."""
+
+    def __init__(self, training: Training, start: nn.Module, model: nn.Module) -> None:
+        self.training, self.objective = training, training.loss
+        self.start, self.model = start, model
+        self.course = course_of(training.arch, training.task)
+        self.arm = make_arm(training.arm, seed=training.numbers, chunk=training.chunk)
+        self.optimizer = TorchStep(model, training.update)
+
+    def steps(self, at: int) -> Iterator[list[Row]]:
+        """The rows of each step after step `at`, which ended a rollout; before the first one those of step 0."""
+        if at == 0:
+            yield [self._test(0)]
+        for step in range(at + 1, self.training.steps + 1):
+            begun = time.perf_counter()
+            with _counting(self.model) as tokens:
+                rollout, beside = divmod(step - 1, self.training.steps_per_rollout)
+                if beside == 0:
+                    problem, rolled = self._rollout(rollout, tokens)
+                problem = replace(problem, seed=self.training.numbers << 32 | step)
+                result = self.arm.step(self.model, problem, self.objective)
+            made = self._made(step, problem, result)
+            self.optimizer.step()
+            row = StepRow(
+                step=step,
+                **rolled,
+                **made,
+                drift=self.arm.drift(self.model, problem, self.objective),
+                tokens_forwarded=tokens.count,
+                seconds=time.perf_counter() - begun,
+            )
+            yield [row, self._test(step)] if self.training.tests_at(step) else [row]
+
+    def _rollout(self, rollout: int, tokens: _Tokens) -> tuple[Problem, dict[str, Any]]:
+        """Sampled from the policy and scored by the arm and by the start, and what a row says about it."""
+        training, temperature = self.training, self.objective.temperature
+        with tokens.aside():
+            problem, entropy = rolled_out(
+                self.model,
+                self.course.tasks(training.numbers, rollout, training.prompts),
+                seed=training.numbers,
+                rollout=rollout,
+                members=training.responses,
+                temperature=temperature,
+            )
+        old = [logp.double() for logp in self.arm.score(self.model, problem, self.objective)]
+        ref = scored(self.start, problem, temperature)
+        rewards = torch.tensor([each.reward for each in problem.responses], dtype=torch.float64)
+        kl = kl_estimate("k3", torch.cat(_sampled(problem)), torch.cat(ref))
+        return problem.replace_logps(old=old, ref=ref), {
+            "reward": float(rewards.mean()),
+            "reward_sd": float(rewards.std(correction=0)),
+            "kl_to_start": float(kl.mean()),
+            "entropy": entropy,
+            "response_length": sum(problem.response_lengths) / len(problem),
+        }
+
+    def _made(self, step: int, problem: Problem, result: StepResult) -> dict[str, Any]:
+        """What a row says about the step's gradient, which is left where it is."""
+        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        length = math.hypot(*(norm(promoted(g)) for g in gradients.values() if g is not None))
+        if not math.isfinite(length):
+            raise TrainingBroke(
+                f"the gradient of step {step} has norm {length}: lower lr {self.training.lr}"
+            )
+        plan = prepare(self.objective, problem)
+        sides = [plan.clip_side(i, logp) for i, logp in enumerate(result.log_probs or ())]
+        every = self.training.compare_every
+        due = every and (step - 1) % every == 0
+        return {
+            "loss": result.loss,
+            "gradient_norm": length,
+            "clip_share": float((torch.cat(sides) != 0).double().mean()),
+            "to_full": self._to_full(problem) if due else None,
+        }
+
+    def _to_full(self, problem: Problem) -> ToFull:
+        """The arm's own scores, which may be of something else than the problem, are no part of what it is held to."""
+        ours = take_gradients(self.model)
+        own = problem.replace_logps(old=_sampled(problem))
+        full_autograd(self.model, own, self.objective, batched=True)
+        found = _apart(ours, take_gradients(self.model))
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = ours.get(name)
+        return ToFull(cosine=found.cosine, rel_l2=found.rel_l2, norm_ratio=found.norm_ratio)
+
+    def _test(self, step: int) -> TestRow:
+        """The numbers are those of the seed itself in every arm: the yardstick trains with others and is tested with these."""
+        rewards = tested(
+            self.model,
+            self.course.test,
+            seed=self.training.seed,
+            members=self.training.test_responses,
+            temperature=self.objective.temperature,
+        )
+        return TestRow(step=step, rewards=tuple(rewards))
+
+
+def _sampled(problem: Problem) -> list[torch.Tensor]:
+    """The sampler's log-probs, N tensors [R_i]: those of the policy that the rollout is of."""
+    found = [each.sampler_logp for each in problem.responses]
+    return [logp for logp in found if logp is not None]
+
+
+def _apart(ours: Gradients, full: Gradients) -> Norms:
+    """Over all parameters; one without gradient counts as zero."""
+    pairs = []
+    for name, other in full.items():
+        own = ours[name]
+        if own is None and other is None:
+            continue
+        like = own if other is None else other
+        assert like is not None
+        zero = torch.zeros_like(like)
+        pairs.append(distance(*(promoted(zero if g is None else g) for g in (own, other))))
+    return total(pairs)
+
+
+class _Tokens:
+    """Tokens that pass a model's embedding, but for what happens aside."""
+
+    def __init__(self) -> None:
+        self.count, self._aside = 0, False
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._aside = True
+        yield
+        self._aside = False
+
+    def __call__(self, module: nn.Module, arguments: Any, output: torch.Tensor) -> None:
+        if not self._aside:
+            self.count += output.numel() // output.shape[-1]
+
+
+@contextmanager
+def _counting(model: Any) -> Iterator[_Tokens]:
+    tokens = _Tokens()
+    handle = model.get_input_embeddings().register_forward_hook(tokens)
+    try:
+        yield tokens
+    finally:
+        handle.remove()

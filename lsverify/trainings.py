@@ -1,0 +1,112 @@
+"""What a training is: everything that its curve follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lsverify.arms import YARDSTICK, policy_of
+from lsverify.errors import InputError
+from lsverify.objective import Objective
+from lsverify.objective_options import read_objective
+from lsverify.paths import Update
+from lsverify.rollouts_online import MOST_SEED, course_of
+from lsverify.scoring import CHUNK
+
+
+class Training(BaseModel):
+    """What a training is; equal ones have equal curves. Frozen. `parse` raises `InputError` in one line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    arch: str = "warm:llama"
+    task: str = "recall"
+    arm: str = "full"
+    """`full`, `other_seeds`, `scrambled`, or a policy."""
+    seed: int = Field(default=0, ge=0, le=MOST_SEED // 2)
+    """Of prompts and of the random numbers of responses and tests. It does not change the start's weights of a warm start."""
+    steps: int = Field(default=300, ge=1)
+    """Optimizer steps."""
+    prompts: int = Field(default=8, ge=1)
+    """Per rollout."""
+    responses: int = Field(default=16, ge=2)
+    """Per prompt."""
+    steps_per_rollout: int = Field(default=1, ge=1)
+    """Optimizer steps that one rollout serves, the last ones off-policy; `stale:N` keeps its captures for N of them."""
+    objective: str = "grpo"
+    lr: float = Field(default=5e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    dtype: Literal["float64", "float32"] = "float32"
+    chunk: int = Field(default=CHUNK, ge=1)
+    """Tokens of a captured chunk."""
+    test_every: int = Field(default=50, ge=1)
+    """Optimizer steps between tests; there is one before the first step and one after the last."""
+    test_responses: int = Field(default=4, ge=1)
+    """Per prompt of the test set."""
+    compare_every: int = Field(default=25, ge=0)
+    """Steps between comparisons of the gradient with full autograd's, from the first step on; 0: none."""
+    checkpoint_every: int = Field(default=25, ge=1)
+    """Rollouts between checkpoints."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Training:
+        policy = policy_of(self.arm)
+        if policy is not None and (policy.refresh or 1) > self.steps_per_rollout:
+            raise ValueError(
+                f"arm {self.arm!r} needs steps_per_rollout of {policy.refresh} or more, not {self.steps_per_rollout}: "
+                "a capture serves the steps of its rollout"
+            )
+        read_objective(self.objective)
+        course_of(self.arch, self.task)
+        return self
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Training:
+        """From plain values; InputError with one line for what cannot be used."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise InputError(f"training: {_one_line(error)}") from None
+
+    @property
+    def loss(self) -> Objective:
+        return read_objective(self.objective)
+
+    def tests_at(self, step: int) -> bool:
+        return step % self.test_every == 0 or step == self.steps
+
+    def at_rest(self, step: int) -> bool:
+        """Whether a checkpoint is due after this step."""
+        rest = self.steps_per_rollout * self.checkpoint_every
+        return step > 0 and (step % rest == 0 or step == self.steps)
+
+    @property
+    def numbers(self) -> int:
+        """The seed of prompts and responses."""
+        return self.seed + (MOST_SEED // 2 + 1) * (self.arm == YARDSTICK)
+
+    @property
+    def update(self) -> Update:
+        return Update(
+            kind="adamw",
+            lr=self.lr,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+
+def _one_line(error: ValidationError) -> str:
+    lines = []
+    for each in error.errors():
+        field = ".".join(map(str, each["loc"]))
+        message = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden":
+            lines.append(f"no option {field!r}; there are {', '.join(Training.model_fields)}")
+        else:
+            lines.append(f"{field} is {each['input']!r}: {message}" if field else message)
+    return "; ".join(lines)
