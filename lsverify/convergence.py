@@ -22,7 +22,7 @@ from lsverify.advantages import kl_estimate
 from lsverify.arms import make_arm
 from lsverify.checkpoints import Checkpoint, read_checkpoint
 from lsverify.curves import Curve, CurveFile, Row, StepRow, TestRow, ToFull, read_curve
-from lsverify.errors import InputError
+from lsverify.errors import InputError, TrainingBroke
 from lsverify.models import build
 from lsverify.norms import Norms, distance, norm, promoted, total
 from lsverify.objective import prepare
@@ -31,15 +31,11 @@ from lsverify.paths import StepResult, full_autograd
 from lsverify.precision import computing, deterministic, threads
 from lsverify.problems import Problem
 from lsverify.references import Gradients, take_gradients
-from lsverify.rollouts_online import course_of, rolled_out, scored, tested
+from lsverify.rollouts_online import course_of, examined, rolled_out, scored
 from lsverify.trainings import Training
 from lsverify.whole_files import write_whole
 
 CONFIG = "training.json"
-
-
-class TrainingBroke(RuntimeError):
-    """A training whose gradient is no number any more; it keeps the rows before."""
 
 
 def train(
@@ -55,10 +51,10 @@ def train(
     at = checkpoint.step if checkpoint else 0
     if checkpoint and at == training.steps:
         return curve
-    with _running(training) as run:
+    standing = curve.up_to(at) if checkpoint else Curve(())
+    with _running(training) as run, CurveFile(folder, standing) as file:
         if checkpoint:
             checkpoint.put_back(run.model, run.optimizer)
-        file = CurveFile(folder, curve.up_to(at) if checkpoint else Curve(()))
         for rows in run.steps(at):
             for row in rows:
                 file.add(row)
@@ -66,7 +62,7 @@ def train(
             if training.at_rest(step := rows[0].step):
                 file.settle()
                 Checkpoint.of(run.model, run.optimizer, step).write(folder)
-        return file.close()
+        return file.curve
 
 
 def claim(folder: Path, training: Training) -> None:
@@ -156,7 +152,7 @@ class _Run:
         length = math.hypot(*(norm(promoted(g)) for g in gradients.values() if g is not None))
         if not math.isfinite(length):
             raise TrainingBroke(
-                f"the gradient of step {step} has norm {length}: lower lr {self.training.lr}"
+                f"step {step}: the gradient's norm is {length}; use an lr below {self.training.lr}"
             )
         plan = prepare(self.objective, problem)
         sides = [plan.clip_side(i, logp) for i, logp in enumerate(result.log_probs or ())]
@@ -180,8 +176,8 @@ class _Run:
         return ToFull(cosine=found.cosine, rel_l2=found.rel_l2, norm_ratio=found.norm_ratio)
 
     def _test(self, step: int) -> TestRow:
-        """The numbers are those of the seed itself in every arm: the yardstick trains with others and is tested with these."""
-        rewards = tested(
+        """The numbers are those of the seed itself in every arm: the yardstick trains with others and is examined with these."""
+        rewards = examined(
             self.model,
             self.course.test,
             seed=self.training.seed,

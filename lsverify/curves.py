@@ -138,12 +138,22 @@ def read_curve(folder: Path) -> Curve:
 
 
 class CurveFile:
-    """A curve's file, cut back to rows that stand, and open for more."""
+    """A curve's file, cut back to rows that stand, and open for more inside `with`."""
 
     def __init__(self, folder: Path, standing: Curve) -> None:
         write_whole(folder / NAME, "".join(map(_line, standing.rows)))
-        self._file = (folder / NAME).open("a", encoding="utf-8")
-        self._rows = list(standing.rows)
+        self._path, self._rows = folder / NAME, list(standing.rows)
+
+    def __enter__(self) -> CurveFile:
+        self._file = self._path.open("a", encoding="utf-8")
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._file.close()
+
+    @property
+    def curve(self) -> Curve:
+        return Curve(tuple(self._rows))
 
     def add(self, row: Row) -> None:
         """One row in one write, so that a kill tears none but the last."""
@@ -154,10 +164,6 @@ class CurveFile:
     def settle(self) -> None:
         """Wait until the disk has the rows: a checkpoint must not outlast the curve that led to it."""
         os.fsync(self._file.fileno())
-
-    def close(self) -> Curve:
-        self._file.close()
-        return Curve(tuple(self._rows))
 
 
 def _line(row: Row) -> str:

@@ -17,3 +17,7 @@ class NotShareable(InputError):
 
 class PrecisionRefused(InputError):
     """The library's own code does not run in the precision that was asked for."""
+
+
+class TrainingBroke(InputError):
+    """A policy's logits or gradient are not finite any more, so its training ends here; rows before stand."""

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from lsverify.cache import map_state, new_cache
 from lsverify.cases import is_warm
-from lsverify.errors import InputError
+from lsverify.errors import InputError, TrainingBroke
 from lsverify.keyed import keyed_uniform, keyed_words
 from lsverify.objective import token_entropy, token_logp
 from lsverify.problems import Group, Problem, Response
@@ -69,13 +69,15 @@ def drawn(
     """Responses of `length` tokens to prompts [n, P], by uniforms [n, G, R] in [0, 1).
 
     Token t of each is where the distribution function passes its uniform. Returns tokens [n, G, R] int64, their
-    log-probs and the entropies of what they were drawn from, [n, G, R] float64 in nats.
+    log-probs and the entropies of what they were drawn from, [n, G, R] float64 in nats. Raises `TrainingBroke`.
     """
     members = uniforms.shape[1]
     logits, cache = _begun(model, prompts, members)
     tokens, log_probs, entropies = [], [], []
     for at in range(length):
         tempered = logits[:, -1].to(torch.float64) / temperature
+        if not bool(tempered.isfinite().all()):
+            raise TrainingBroke("a logit is not finite: the steps before were too large, lower lr")
         below = tempered.softmax(-1).cumsum(-1)
         passed = below <= uniforms[..., at].reshape(-1, 1) * below[:, -1:]
         tokens.append(passed.sum(-1).clamp(max=below.shape[-1] - 1))
@@ -140,7 +142,7 @@ def rolled_out(
     return Problem(groups=groups), float(entropy.mean())
 
 
-def tested(
+def examined(
     model: nn.Module, tasks: Sequence[Task], *, seed: int, members: int, temperature: float
 ) -> list[float]:
     """[P] the mean reward of each task over `members` responses. The numbers are the same at every test of a seed."""

@@ -195,7 +195,7 @@ def _on_ray(trainings: Sequence[Training], folder: Path, watched: _Watched) -> l
         for reference in done:
             each = waiting.pop(reference)
             found[each] = ray.get(reference)
-            CurveFile(folder / folder_of(each), found[each]).close()
+            CurveFile(folder / folder_of(each), found[each])
         watched.look()
     return [found[each] for each in trainings]
 
