@@ -25,7 +25,9 @@ REFERENCE, YARDSTICK, CONTROL = "full", "other_seeds", "scrambled"
 
 
 class Arm(Protocol):
-    """What a training asks of its arm. A rollout begins with `score`, which fixes the denominators of the ratios."""
+    """What a training asks of its arm: `begin` when the prompts change, `score` for the old log-probs of a rollout."""
+
+    def begin(self) -> None: ...
 
     def score(
         self, model: nn.Module, problem: Problem, objective: Objective
@@ -39,6 +41,9 @@ class Arm(Protocol):
 
 class Full:
     """Full autograd, all responses in one padded pass."""
+
+    def begin(self) -> None:
+        pass
 
     def score(self, model: nn.Module, problem: Problem, objective: Objective) -> tuple[Tensor, ...]:
         return full_score(model, problem, temperature=objective.temperature, batched=True)
@@ -70,9 +75,11 @@ class LongStraw:
         self._policy, self._chunk = policy, chunk
         self._states: StaleStates | None = None
 
-    def score(self, model: nn.Module, problem: Problem, objective: Objective) -> tuple[Tensor, ...]:
+    def begin(self) -> None:
         if self._policy.refresh:
             self._states = StaleStates(self._policy.refresh)
+
+    def score(self, model: nn.Module, problem: Problem, objective: Objective) -> tuple[Tensor, ...]:
         return score(
             model,
             problem,

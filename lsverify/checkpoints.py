@@ -1,6 +1,6 @@
 """Where a training goes on: weights, the optimizer's moments and the step, in one file that is there whole or not at all.
 
-A checkpoint is taken between rollouts, when no captured prompt is in use, and random numbers are keyed: nothing else is
+A checkpoint is taken when the prompts change and nothing captured is kept, and random numbers are keyed: nothing else is
 needed to go on to the bit.
 """
 

@@ -99,13 +99,15 @@ class _Run:
         self.optimizer = TorchStep(model, training.update)
 
     def steps(self, at: int) -> Iterator[list[Row]]:
-        """The rows of each step after step `at`, which ended a rollout; before the first one those of step 0."""
+        """The rows of each step after step `at`, the last of its prompts; before the first one those of step 0."""
         if at == 0:
             yield [self._test(0)]
         for step in range(at + 1, self.training.steps + 1):
             begun = time.perf_counter()
             with _counting(self.model) as tokens:
                 rollout, beside = divmod(step - 1, self.training.steps_per_rollout)
+                if (step - 1) % self.training.steps_per_prompts == 0:
+                    self.arm.begin()
                 if beside == 0:
                     problem, rolled = self._rollout(rollout, tokens)
                 problem = replace(problem, seed=self.training.numbers << 32 | step)
@@ -128,7 +130,9 @@ class _Run:
         with tokens.aside():
             problem, entropy = rolled_out(
                 self.model,
-                self.course.tasks(training.numbers, rollout, training.prompts),
+                self.course.tasks(
+                    training.numbers, rollout // training.rollouts_per_prompts, training.prompts
+                ),
                 seed=training.numbers,
                 rollout=rollout,
                 members=training.responses,

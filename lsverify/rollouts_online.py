@@ -32,16 +32,16 @@ PROMPTS, RESPONSES, TEST, ORDER = (purpose << 32 for purpose in range(4))
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What a training learns: tasks of one kind, prompts of `lengths` in turn over rollouts, and the frozen test set."""
+    """What a training learns: tasks of one kind, with the recipe's prompt lengths in turn, and the frozen test set."""
 
     task: str
     recipe: Recipe
     test: tuple[Task, ...]
 
-    def tasks(self, seed: int, rollout: int, number: int) -> list[Task]:
+    def tasks(self, seed: int, turn: int, number: int) -> list[Task]:
         """`number` tasks of one prompt length; those of a place are the same whatever else is drawn."""
-        length = self.recipe.lengths[rollout % len(self.recipe.lengths)]
-        high, low, *_ = keyed_words(PROMPTS | seed, rollout, np.arange(number), 0, 0)
+        length = self.recipe.lengths[turn % len(self.recipe.lengths)]
+        high, low, *_ = keyed_words(PROMPTS | seed, turn, np.arange(number), 0, 0)
         return [self._one(length, int(own)) for own in (high << np.uint64(31)) ^ low]
 
     def _one(self, length: int, seed: int) -> Task:

@@ -34,7 +34,9 @@ class Training(BaseModel):
     responses: int = Field(default=16, ge=2)
     """Per prompt."""
     steps_per_rollout: int = Field(default=1, ge=1)
-    """Optimizer steps that one rollout serves, the last ones off-policy; `stale:N` keeps its captures for N of them."""
+    """Optimizer steps that one rollout serves, all but the first of them off-policy."""
+    rollouts_per_prompts: int = Field(default=1, ge=1)
+    """Rollouts that the same prompts serve. `stale:N` keeps their captures for N of all the steps that they serve."""
     objective: str = "grpo"
     lr: float = Field(default=5e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
@@ -50,15 +52,15 @@ class Training(BaseModel):
     compare_every: int = Field(default=25, ge=0)
     """Steps between comparisons of the gradient with full autograd's, from the first step on; 0: none."""
     checkpoint_every: int = Field(default=25, ge=1)
-    """Rollouts between checkpoints."""
+    """Times that the prompts change between checkpoints."""
 
     @model_validator(mode="after")
     def _fits(self) -> Training:
         policy = policy_of(self.arm)
-        if policy is not None and (policy.refresh or 1) > self.steps_per_rollout:
+        if policy is not None and (policy.refresh or 1) > self.steps_per_prompts:
             raise ValueError(
-                f"arm {self.arm!r} needs steps_per_rollout of {policy.refresh} or more, not {self.steps_per_rollout}: "
-                "a capture serves the steps of its rollout"
+                f"arm {self.arm!r} outlives its prompts, which serve {self.steps_per_prompts} steps: raise "
+                "rollouts_per_prompts or steps_per_rollout"
             )
         read_objective(self.objective)
         course_of(self.arch, self.task)
@@ -76,12 +78,16 @@ class Training(BaseModel):
     def loss(self) -> Objective:
         return read_objective(self.objective)
 
+    @property
+    def steps_per_prompts(self) -> int:
+        return self.steps_per_rollout * self.rollouts_per_prompts
+
     def tests_at(self, step: int) -> bool:
         return step % self.test_every == 0 or step == self.steps
 
     def at_rest(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        rest = self.steps_per_rollout * self.checkpoint_every
+        rest = self.steps_per_prompts * self.checkpoint_every
         return step > 0 and (step % rest == 0 or step == self.steps)
 
     @property

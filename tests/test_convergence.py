@@ -10,13 +10,20 @@ import torch
 from small_trainings import SMALL, curve_of, shorter_test, small
 
 from lsverify import checkpoints, convergence, rollouts_online
+from lsverify.arms import LongStraw
 from lsverify.checkpoints import read_checkpoint
 from lsverify.convergence import train
 from lsverify.curves import NAME, final_rewards, read_curve
 from lsverify.errors import InputError, TrainingBroke
 from lsverify.optimizers import TorchStep
 
-REUSED = {"arm": "stale:2", "steps": 6, "steps_per_rollout": 2, "test_every": 4, "dtype": "float32"}
+REUSED = {
+    "arm": "stale:2",
+    "steps": 6,
+    "rollouts_per_prompts": 2,
+    "test_every": 4,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +118,62 @@ def test_one_rollout_serves_several_steps_the_later_ones_off_policy(tmp_path):
     assert curve.steps[0].clip_share == 0 < curve.steps[-1].clip_share
     assert curve.steps[0].tokens_forwarded > curve.steps[1].tokens_forwarded
     assert max(row.to_full.rel_l2 for row in curve.steps if row.to_full) < 1e-13
+
+
+def test_the_same_prompts_serve_several_rollouts(tmp_path, monkeypatch):
+    seen = []
+    honest = convergence.rolled_out
+
+    def rolled_out(model, tasks, **options):
+        problem, entropy = honest(model, tasks, **options)
+        seen.append((problem.prompt(0).tolist(), problem.responses[0].tokens.tolist()))
+        return problem, entropy
+
+    monkeypatch.setattr(convergence, "rolled_out", rolled_out)
+    curve = curve_of(tmp_path, arm="stale:2", rollouts_per_prompts=2)
+    prompts = [prompt for prompt, _ in seen]
+    assert prompts[0] == prompts[1] != prompts[2] == prompts[3]
+    assert len({tuple(tokens) for _, tokens in seen}) > 2
+    assert [row.drift.age for row in curve.steps] == [1, 2, 1, 2]
+    assert [row.drift.log_prob > 1e-4 for row in curve.steps] == [True] * 4
+
+
+def test_comparing_gradients_changes_nothing_else(tmp_path):
+    curves = [
+        curve_of(tmp_path / str(every), arm="detach", compare_every=every) for every in (0, 1)
+    ]
+    assert [row.to_full is None for row in curves[0].steps] == [True] * 4
+    assert [row.to_full is None for row in curves[1].steps] == [False] * 4
+    assert apart(*curves) == 0
+
+
+@pytest.mark.parametrize(
+    ("arm", "tokens"),
+    [
+        # Two prompts of 24, four responses of 3 each: scored, then trained on; the last tokens are not forwarded.
+        ("full", 2 * 8 * (24 + 2)),
+        ("scrambled", 2 * 8 * (24 + 2)),
+        ("detach", 2 * 2 * (23 + 4 * (1 + 2))),
+        ("exact", 2 * 2 * (23 + 4 * (1 + 2)) + 2 * 23),
+    ],
+)
+def test_tokens_are_counted_at_the_embedding(tmp_path, arm, tokens):
+    curve = curve_of(tmp_path, arm=arm, steps=1, test_every=5)
+    assert curve.steps[0].tokens_forwarded == tokens
+
+
+def test_every_step_has_a_coin_of_its_own(tmp_path, monkeypatch):
+    seeds = []
+    honest = LongStraw.step
+
+    def step(self, model, problem, objective):
+        seeds.append(problem.seed)
+        return honest(self, model, problem, objective)
+
+    monkeypatch.setattr(LongStraw, "step", step)
+    curve_of(tmp_path / "0", arm="roulette:0.5", steps_per_rollout=2)
+    curve_of(tmp_path / "1", arm="roulette:0.5", seed=1, steps=1)
+    assert len(set(seeds)) == len(seeds) == 5
 
 
 def resumed(folder, **options):
@@ -257,7 +320,7 @@ REFUSED = [
     ),
     (
         {"arm": "stale:4", "steps_per_rollout": 2},
-        "training: arm 'stale:4' needs steps_per_rollout of 4 or more, not 2",
+        "training: arm 'stale:4' outlives its prompts, which serve 2 steps: raise rollouts_per_prompts",
     ),
     ({"task": "recal"}, "training: task 'recal' is not known: use one of recall"),
     ({"arch": "warm:lama"}, "training: warm start 'warm:lama' is not known: use one of warm:"),
