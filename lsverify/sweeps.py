@@ -17,12 +17,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from lsverify.convergence import claim, train
-from lsverify.curves import NAME, Curve, CurveFile, read_curve
+from lsverify.curves import NAME, Curve, CurveFile, final_rewards, read_curve
 from lsverify.errors import InputError
 from lsverify.trainings import Training
 
@@ -106,6 +108,28 @@ def run(
                 future.result()
             watched.look()
     return {each: future.result() for each, future in zip(trainings, futures, strict=True)}
+
+
+def rewards_by_arm(
+    curves: Mapping[Training, Curve], arch: str, task: str
+) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64]]:
+    """Of one architecture and task, as `verdicts.compare` takes them: by arm [S, P] after training, and [S, P] of the start.
+
+    Rows are seeds in ascending order. Raises `InputError` for an arm that lacks seeds of another, and without curves.
+    """
+    own = {each: curve for each, curve in curves.items() if (each.arch, each.task) == (arch, task)}
+    seeds = sorted({each.seed for each in own})
+    by_arm: dict[str, dict[int, Curve]] = {}
+    for each, curve in own.items():
+        by_arm.setdefault(each.arm, {})[each.seed] = curve
+    for arm, found in by_arm.items():
+        if missing := [seed for seed in seeds if seed not in found]:
+            raise InputError(f"{arch} {task}: arm {arm!r} has no curve of seed {missing[0]}")
+    if not own:
+        raise InputError(f"no curve of {arch} on {task}: train some first")
+    rewards = {arm: final_rewards([found[seed] for seed in seeds]) for arm, found in by_arm.items()}
+    any_arm = next(iter(by_arm.values()))
+    return rewards, np.array([any_arm[seed].start.rewards for seed in seeds])
 
 
 @contextmanager

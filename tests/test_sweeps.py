@@ -7,7 +7,7 @@ import pytest
 from small_trainings import SMALL, curve_of, shorter_test
 
 from lsverify import sweeps
-from lsverify.curves import read_curve
+from lsverify.curves import Curve, TestRow, read_curve
 from lsverify.errors import InputError
 from lsverify.sweeps import Sweep, folder_of, run
 
@@ -70,6 +70,36 @@ def test_processes_train_what_this_process_would(tmp_path):
     assert (seen[0].done, seen[0].left) == (0, None)
     assert (seen[-1].done, seen[-1].steps, seen[-1].left) == (4, 4, 0)
     assert (seen[-1].finished, seen[-1].trainings) == (2, 2)
+
+
+def made_up(wanted):
+    """A curve for each training: its rewards are its place in the sweep, halved at the start."""
+    return {
+        each: Curve(
+            tuple(TestRow(step=2 * at, rewards=(place / 2 ** (1 - at), 0.0)) for at in (0, 1))
+        )
+        for place, each in enumerate(wanted.trainings())
+    }
+
+
+def test_rewards_go_to_the_comparison_by_arm_with_one_row_a_seed():
+    curves = made_up(sweep(arms=("full", "exact"), seeds=(4, 2), tasks=("needle", "recall")))
+    rewards, start = sweeps.rewards_by_arm(curves, "warm:llama", "recall")
+    # full has places 4 and 5, exact 6 and 7, of seeds 4 and 2.
+    assert {arm: found.tolist() for arm, found in rewards.items()} == {
+        "full": [[5, 0], [4, 0]],
+        "exact": [[7, 0], [6, 0]],
+    }
+    assert start.tolist() == [[2.5, 0], [2, 0]]
+
+
+def test_an_arm_without_a_seed_of_another_is_refused():
+    curves = made_up(sweep(arms=("full", "exact"), seeds=(0, 1)))
+    curves.pop(next(each for each in curves if (each.arm, each.seed) == ("exact", 1)))
+    with pytest.raises(InputError, match="recall: arm 'exact' has no curve of seed 1"):
+        sweeps.rewards_by_arm(curves, "warm:llama", "recall")
+    with pytest.raises(InputError, match="no curve of warm:llama on count: train some first"):
+        sweeps.rewards_by_arm(curves, "warm:llama", "count")
 
 
 def test_time_left_follows_from_the_steps_of_this_run_alone(tmp_path, monkeypatch):
