@@ -105,3 +105,30 @@ def test_the_probes_clip():
     norm = torch.cat([g.flatten() for g in gradients(0).values()]).norm().item()
     assert {probe.kind for probe in PROBES} == {"sgd", "adamw"}
     assert all(probe.max_grad_norm < norm for probe in PROBES)
+
+
+def test_moments_carry_an_optimizer_over_to_another():
+    update = Update(kind="adamw", lr=0.1)
+    models = [Named(), Named(), Named()]
+    whole, before, after = (TorchStep(model, update) for model in models)
+    moved(models[0], whole, 0, 1)
+    moved(models[1], before, 0)
+    models[2].load_state_dict(models[1].state_dict())
+    after.resume(before.moments())
+    assert {name.rpartition("/")[2] for name in before.moments()} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+    moved(models[2], after, 1)
+    moved(models[1], TorchStep(models[1], update), 1)
+    for name in SHAPES:
+        assert torch.equal(getattr(models[2], name), getattr(models[0], name))
+        assert not torch.equal(getattr(models[1], name), getattr(models[0], name))
+
+
+def moved(model, optimizer, *seeds):
+    for seed in seeds:
+        for name, gradient in gradients(seed).items():
+            getattr(model, name).grad = gradient
+        optimizer.step()

@@ -408,6 +408,11 @@ def test_scores_over_a_shared_prompt_are_those_of_whole_passes(oracle, arch, pol
     shared = score(model, problem, temperature=0.7, policy=policy, chunk=3)
     assert rows_equal(shared, full_score(model, problem, temperature=0.7))
     assert not any(row.requires_grad for row in shared)
+    together = score(model, problem, temperature=0.7, policy=policy, branches=2)
+    assert rows_equal(together, shared)
+    batched = full_score(model, problem, temperature=0.7, batched=True)
+    assert rows_equal(batched, shared)
+    assert not any(row.requires_grad for row in batched)
 
 
 def test_scores_tell_temperatures_apart(oracle):
