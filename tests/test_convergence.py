@@ -106,6 +106,9 @@ def test_control_and_yardstick_differ_from_the_reference_in_their_own_way(tmp_pa
     first = [curve.steps[0] for curve in (full, control, yardstick)]
     assert first[0].reward == first[1].reward != first[2].reward
     assert first[1].to_full.rel_l2 > 0.5
+    # What the control is held to is the reference's own gradient.
+    held_to = first[1].gradient_norm / first[1].to_full.norm_ratio
+    assert held_to == pytest.approx(first[0].gradient_norm, rel=1e-9)
     assert first[1].kl_to_start < 1e-12
     assert first[2].to_full.rel_l2 < 1e-13
     assert apart(full, control) > 1e-3

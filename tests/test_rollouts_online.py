@@ -99,6 +99,15 @@ def test_responses_have_their_tasks_rewards(policy):
     assert len({response.reward for response in problem.responses}) > 1
 
 
+@pytest.mark.parametrize("other", [{"seed": 2}, {"rollout": 1}])
+def test_seed_and_rollout_have_responses_of_their_own(policy, other):
+    tasks = course_of("warm:llama", "recall").tasks(1, 0, 3)
+    options = {"seed": 1, "rollout": 0, "members": 8, "temperature": 1.0}
+    found = [rolled_out(policy, tasks, **options | each)[0] for each in ({}, {}, other)]
+    hashes = [problem.content_hash() for problem in found]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_prompts_belong_to_their_place():
     course = course_of("warm:llama", "recall")
     assert course.tasks(0, 4, 5)[:2] == course.tasks(0, 4, 2)
