@@ -38,11 +38,12 @@ class Training(BaseModel):
     rollouts_per_prompts: int = Field(default=1, ge=1)
     """Rollouts that the same prompts serve. `stale:N` keeps their captures for N of all the steps that they serve."""
     objective: str = "grpo"
-    lr: float = Field(default=5e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    lr: float = Field(default=7e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
-    dtype: Literal["float64", "float32"] = "float32"
+    dtype: Literal["float64", "float32"] = "float64"
+    """float64: oracle precision, where paths that differ by rounding alone draw the same tokens to the end. In float32 they part."""
     chunk: int = Field(default=CHUNK, ge=1)
     """Tokens of a captured chunk."""
     test_every: int = Field(default=50, ge=1)
