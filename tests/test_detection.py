@@ -117,7 +117,6 @@ def test_runs_go_on_where_a_record_ends_and_give_up_on_a_fault_that_does_nothing
         return trial(fault=name, number=number, outcome=outcome)
 
     monkeypatch.setattr("lsverify.detection_runs.tried", told)
-    monkeypatch.setattr("lsverify.detection.HONEST", ())
     monkeypatch.setattr("lsverify.detection_runs.cases", _without_honest(cases))
     whole, parts = Record(dtype="float64"), Record(dtype="float64")
     *_, whole = continued(whole, [fault], 7, 1, lambda _: None)
