@@ -1,0 +1,1 @@
+"""Paths by others, as candidates: one module for each."""
