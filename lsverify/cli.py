@@ -18,6 +18,7 @@ import typer
 from typer.exceptions import TyperException
 
 from lsverify import cli_files
+from lsverify.cli_candidates import candidates
 from lsverify.cli_faults import alarms, faults
 from lsverify.errors import InputError
 
@@ -71,7 +72,12 @@ def gate(
     context: typer.Context,
     arch: Arch = None,
     policy: PolicySpec = None,
-    candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
+    candidate: Annotated[
+        str | None,
+        typer.Option(
+            help="A path to judge: MODULE:NAME, or a name that `lsverify candidates` lists."
+        ),
+    ] = None,
     reference: Annotated[
         str, typer.Option(help="declared: hold to what the path claims; full: to full autograd.")
     ] = "declared",
@@ -448,6 +454,7 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+app.command()(candidates)
 app.command()(alarms)
 app.command()(faults)
 cli_files.register(app)

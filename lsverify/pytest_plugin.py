@@ -28,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lsv-policy", metavar="SPEC", help="detach policy; repeat for several", **several
     )
     group.addoption(
-        "--lsv-candidate", metavar="MODULE:NAME", help="judge this path instead of ours"
+        "--lsv-candidate",
+        metavar="NAME",
+        help="judge this path instead of ours: MODULE:NAME or an installed name",
     )
     group.addoption("--lsv-reference", default="declared", help="declared or full")
     group.addoption("--lsv-require", metavar="RUNG", help="highest rung asked for")
