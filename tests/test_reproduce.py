@@ -73,9 +73,7 @@ def test_a_failing_property_names_the_command_and_leaves_the_smallest_step(pytes
             hold("llama", drawn, claims_too_much)
         """
     )
-    result = pytester.runpytest(
-        "--lsv-candidate", "tests.test_reproduce:claims_too_much"
-    )
+    result = pytester.runpytest("--lsv-candidate", "tests.test_reproduce:claims_too_much")
     result.stdout.fnmatch_lines(
         ["*run it again: python lsverify-out?failures?test_wrong.py-test_it?run.py"]
     )
