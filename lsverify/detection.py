@@ -37,7 +37,8 @@ RESPONSES = ((3, 1), (4, 2, 5), (1, 3, 2), (7, 5, 6), (2, 6))
 
 class Trial(BaseModel):
     """One fault, or honest path, on one problem. `outcome`: caught, elsewhere (another rung), miss, ineligible; or
-    passed and alarm for an honest path. `number` draws the problem."""
+    passed and alarm for an honest path. `number` draws the problem; `size` is the relative L2 of the path's gradient to
+    that of its claim."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +53,7 @@ class Trial(BaseModel):
     refused_by: str | None
     outcome: str
     pointed: bool = False
+    size: float | None = None
     detail: str = ""
 
     @property
@@ -119,6 +121,7 @@ def tried(name: str, number: int, case: CaseConfig) -> Trial:
         "group_size": case.group_size,
         "response_lengths": case.response_lengths,
         "refused_by": refused,
+        "size": receipt.gradient.rel_l2 if receipt.gradient else None,
     }
     if fault is None:
         outcome = "alarm" if refused else "passed"

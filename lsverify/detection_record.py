@@ -7,6 +7,7 @@ again by anybody.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,13 +25,18 @@ ELIGIBLE = "cnem"
 
 
 class Row(BaseModel):
-    """One fault: the rung that must refuse it, a letter for each problem from number 0 on, and which rungs did refuse."""
+    """One fault: the rung that must refuse it, a letter for each problem from number 0 on, and which rungs did refuse.
+
+    `least` is the smallest relative L2 of its gradient at which it was refused, of those that are not zero: a fault may
+    leave the gradient as it is, and one of a tensor is small beside all of them.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     must: RungName
     letters: str = ""
     refused_by: dict[str, int] = {}
+    least: float | None = None
 
     def count(self, letters: str) -> int:
         return sum(self.letters.count(letter) for letter in letters)
@@ -73,6 +79,8 @@ class Record(BaseModel):
             raise ValueError(f"{trial.fault}: problem {trial.number} after {len(row.letters)}")
         row.letters += letter_of(trial)
         if trial.eligible and trial.refused_by is not None:
+            if trial.size and math.isfinite(trial.size):
+                row.least = min(trial.size, row.least or math.inf)
             row.refused_by[trial.refused_by] = row.refused_by.get(trial.refused_by, 0) + 1
 
     @property
