@@ -9,13 +9,11 @@ from __future__ import annotations
 import importlib.metadata
 import math
 from collections.abc import Iterable
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from lsverify.detection import Trial
-from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, RungName
 
 LETTERS = {"caught": "c", "elsewhere": "e", "miss": "m", "ineligible": "i"}
@@ -130,14 +128,3 @@ def letter_of(trial: Trial) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.4g}%" if whole else "-"
-
-
-def load(file: Path) -> Record:
-    """Read a record. Raises `InputError`, one line, for anything that is not one."""
-    try:
-        return Record.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        said = str(error).splitlines()[0]
-        raise InputError(
-            f"record {str(file)!r} cannot be read ({said}): give a file that `lsverify faults --out` wrote"
-        ) from None
