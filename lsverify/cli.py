@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from lsverify import cli_files
 from lsverify.cli_candidates import candidates
-from lsverify.cli_faults import alarms, faults
+from lsverify.cli_faults import alarms, faults, floors
 from lsverify.errors import InputError
 
 # Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
@@ -457,6 +457,7 @@ def main() -> None:
 app.command()(candidates)
 app.command()(alarms)
 app.command()(faults)
+app.command()(floors)
 cli_files.register(app)
 
 

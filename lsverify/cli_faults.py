@@ -1,4 +1,4 @@
-"""`lsverify faults` and `lsverify alarms`: the mistakes of the verifier itself, counted."""
+"""`lsverify faults`, `alarms` and `floors`: the mistakes of the verifier itself, counted, and what its limits rest on."""
 
 from __future__ import annotations
 
@@ -159,3 +159,40 @@ def faults(
         console.print(record.table())
         console.print(record.summary(), highlight=False)
     return 1 if record.alarms or record.misses else 0
+
+
+def floors(
+    arch: Annotated[
+        list[str] | None, typer.Option(help="As for gate; every family if none is named.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="float64, float32, bfloat16-autocast, bfloat16; all if none is named."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for floors.json and floors.md.")] = None,
+) -> int:
+    """Show how far rounding carries each family's gradient, what limits follow, and how far off a planted fault is."""
+    from rich.table import Table
+
+    from lsverify import report
+    from lsverify.cases import expanded, require_known
+    from lsverify.floors import COLUMNS, DTYPES, AllFloors, cells, markdown, measure
+
+    archs, dtypes = expanded(tuple(arch or ["all"])), tuple(dtype or DTYPES)
+    for name in archs:
+        require_known(name)
+    if unknown := [name for name in dtypes if name not in DTYPES]:
+        raise InputError(f"dtype {unknown[0]!r} is not known: use one of {', '.join(DTYPES)}")
+    found = AllFloors(rows=tuple(row for name in archs for row in measure(name, dtypes)))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "floors.json", found.model_dump_json(indent=1))
+        named = [f"--arch {name}" for name in arch or ()] + [
+            f"--dtype {name}" for name in dtype or ()
+        ]
+        write_whole(out / "floors.md", markdown(found, " ".join(["lsverify floors", *named])))
+    table = Table(*COLUMNS)
+    for row in found.rows:
+        table.add_row(*cells(row))
+    report.wide_console().print(table)
+    return 0
