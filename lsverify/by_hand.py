@@ -54,7 +54,7 @@ def loss_by_hand(
 
 
 class Term(NamedTuple):
-    """One counted token's share of the loss, and the size of what was added and subtracted to get it."""
+    """A counted token's share of one part of the loss, and the size of what was added and subtracted to get it."""
 
     value: float
     size: float
@@ -68,7 +68,10 @@ def terms_by_hand(
     ref: Rows | None,
     detached_at: Rows | None,
 ) -> list[Term]:
-    """The counted tokens' shares of `loss_by_hand`, which sums them; same arguments."""
+    """The counted tokens' shares of `loss_by_hand`, which sums them; same arguments.
+
+    Policy, KL and entropy are terms of their own: beside a clipped ratio, which is constant, an entropy is small.
+    """
     responses = problem.responses
     slots = [
         []
@@ -108,15 +111,15 @@ def terms_by_hand(
             if not dropped:
                 value = _policy_term(o, advantages[i], logps[i], constant, old[i], weights, its, t)
             # An advantage is a difference of rewards: rounding in it is relative to them, not to it.
-            size = max(abs(value), 1e-3 * unit)
+            parts = [(value, max(abs(value), 1e-3 * unit))]
             if ref is not None and o.beta and o.kl_in == "loss":
-                value += o.beta * _kl_term(o, logps[i], constant, old[i], ref[i], its, t)
                 ratio = _ratio(o, logps[i], old[i], its, t) if o.kl_weighted else 1.0
-                size += o.beta * ratio * (1 + abs(logps[i][t] - ref[i][t]))
+                kl = o.beta * _kl_term(o, logps[i], constant, old[i], ref[i], its, t)
+                parts.append((kl, o.beta * ratio * (1 + abs(logps[i][t] - ref[i][t]))))
             if entropies is not None and o.entropy_bonus:
-                value -= o.entropy_bonus * entropies[i][t]
-                size += o.entropy_bonus * entropies[i][t]
-            terms.append(Term(value / divisor, size / divisor))
+                entropy = o.entropy_bonus * entropies[i][t]
+                parts.append((-entropy, entropy))
+            terms += [Term(part / divisor, size / divisor) for part, size in parts]
     return terms
 
 

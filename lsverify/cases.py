@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from lsverify.candidate_names import target
 from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, CaseConfig
 from lsverify.objective_options import read_objective
@@ -205,11 +206,11 @@ def source_of(candidate: Any) -> str | None:
 
 
 def load_candidate(spec: str) -> Any:
-    """The callable that the user named as MODULE:NAME, from the current directory or what is installed.
+    """The callable that the user named: MODULE:NAME in the current directory or installed, or a name from an entry point.
 
-    Raises `InputError` when the name is malformed, cannot be imported, or is not callable.
+    Raises `InputError` when the name is malformed or unknown, cannot be imported, or is not callable.
     """
-    module_name, _, name = spec.partition(":")
+    module_name, _, name = (spec if ":" in spec else target(spec)).partition(":")
     if not module_name or not name:
         raise InputError(
             f"candidate {spec!r} is not of the form MODULE:NAME, for instance my_path:step"
@@ -225,6 +226,8 @@ def load_candidate(spec: str) -> Any:
         ) from None
     except KeyboardInterrupt:
         raise
+    except InputError as error:
+        raise InputError(f"candidate {spec!r}: {error}") from None
     except BaseException as error:  # a script's sys.exit(0) must not end the gate as a success
         raise InputError(
             f"candidate {spec!r}: importing it raised {type(error).__name__}: {error}"

@@ -18,7 +18,8 @@ import typer
 from typer.exceptions import TyperException
 
 from lsverify import cli_files
-from lsverify.cli_faults import alarms, faults
+from lsverify.cli_candidates import candidates
+from lsverify.cli_faults import alarms, faults, floors
 from lsverify.errors import InputError
 
 # Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
@@ -71,7 +72,12 @@ def gate(
     context: typer.Context,
     arch: Arch = None,
     policy: PolicySpec = None,
-    candidate: Annotated[str | None, typer.Option(help="MODULE:NAME of a path to judge.")] = None,
+    candidate: Annotated[
+        str | None,
+        typer.Option(
+            help="A path to judge: MODULE:NAME, or a name that `lsverify candidates` lists."
+        ),
+    ] = None,
     reference: Annotated[
         str, typer.Option(help="declared: hold to what the path claims; full: to full autograd.")
     ] = "declared",
@@ -448,8 +454,10 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+app.command()(candidates)
 app.command()(alarms)
 app.command()(faults)
+app.command()(floors)
 cli_files.register(app)
 
 

@@ -23,7 +23,8 @@ _CHOOSES = _TOPK | _ARGMAX
 class ChoiceMode(TorchFunctionMode):
     """Calls `seen(scores [rows, n], chosen [rows, k])` for every choice over a last dimension.
 
-    `seen` may return other indices of the same shape: these then are the choice.
+    `seen` may return other indices of the same shape: these then are the choice. Choices inside compiled code are not
+    seen.
     """
 
     def __init__(self, seen: Callable[[Tensor, Tensor], Tensor | None]) -> None:
@@ -39,7 +40,8 @@ class ChoiceMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func not in _CHOOSES:
+        # Compiled code is traced with the mode in it: what is asked in Python has no place there.
+        if func not in _CHOOSES or torch.compiler.is_compiling():
             return result
         scores: Any = args[0] if args else kwargs.get("input")
         if func in _TOPK and _over_last(scores, _given(args, kwargs, 2, "dim", -1)):

@@ -1,12 +1,13 @@
 """The detection matrix: every planted fault on many drawn problems, which rung refused it, and whether it pointed right.
 
 A fault that changes nothing on a problem (no hole to count wrongly, no second sibling to confuse) cannot be caught there. Whether
-it does is measured without the ladder: by its loss and gradient beside those of an honest path of the same
-claim. A problem on which they are equal is not eligible; every other one that ends in a claim reached is a miss.
+it does is measured without the ladder: by its loss and gradient, or by the weights after three steps, beside those of an
+honest path of the same claim. A problem on which they are equal is not eligible; every other one that ends in a claim reached is a miss.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,11 +21,13 @@ from lsverify.faults import FAULTS, Fault
 from lsverify.faults.honest import HONEST, Sharing, dense
 from lsverify.ladder import judge
 from lsverify.objective import Objective
-from lsverify.paths import StepResult
+from lsverify.observe import restore, weights_of
+from lsverify.optimizers import PROBES, TorchStep
+from lsverify.paths import StepResult, Update
 from lsverify.precision import threads
 from lsverify.problems import Problem
 from lsverify.references import Gradients, take_gradients
-from lsverify.setting import make_setting
+from lsverify.setting import Setting, make_setting
 
 # A fault that moves no number by this much, relative, does nothing: a thousand times the limit at oracle precision, and
 # in float32 some hundred roundings, of a tensor or of this share of the whole gradient.
@@ -37,7 +40,8 @@ RESPONSES = ((3, 1), (4, 2, 5), (1, 3, 2), (7, 5, 6), (2, 6))
 
 class Trial(BaseModel):
     """One fault, or honest path, on one problem. `outcome`: caught, elsewhere (another rung), miss, ineligible; or
-    passed and alarm for an honest path. `number` draws the problem."""
+    passed and alarm for an honest path. `number` draws the problem; `size` is the relative L2 of the path's gradient to
+    that of its claim."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,6 +56,7 @@ class Trial(BaseModel):
     refused_by: str | None
     outcome: str
     pointed: bool = False
+    size: float | None = None
     detail: str = ""
 
     @property
@@ -119,6 +124,7 @@ def tried(name: str, number: int, case: CaseConfig) -> Trial:
         "group_size": case.group_size,
         "response_lengths": case.response_lengths,
         "refused_by": refused,
+        "size": receipt.gradient.rel_l2 if receipt.gradient else None,
     }
     if fault is None:
         outcome = "alarm" if refused else "passed"
@@ -138,25 +144,50 @@ def _said(receipt: CaseReceipt, rung: str | None) -> str:
 
 
 def effect(fault: Fault, case: CaseConfig) -> float:
-    """The largest relative difference that the fault makes to the loss or any gradient; inf where it breaks.
+    """The largest relative difference that the fault makes to the loss, a gradient or a change of weights; inf where it breaks.
 
-    Faults of the optimizer's step are held to have one: their steps are compared by nothing else.
+    Faults of `execution` are held to have one: what they leave behind is compared by nothing else.
     """
-    if fault.rung in ("execution", "optimizer_delta"):
+    if fault.rung == "execution":
         return math.inf
     setting = make_setting(case.model_copy(update={"candidate": None, "policy": None}))
     with setting.computing(), threads(1):
         step = setting.model, setting.problem, setting.objective
         try:
             wrong, left = _ran(fault.path, *step)
+            if fault.rung == "optimizer_delta":
+                left = _trained(fault.path, setting, wrong.update)
         except Exception:
             return math.inf
         honest = Sharing(claim=wrong.reference) if wrong.reference in ("exact", "detach") else dense
         right, expected = _ran(honest, *step)
+        if fault.rung == "optimizer_delta":
+            expected = _trained(honest, setting, wrong.update)
     whole = math.hypot(*(float(g.norm()) for g in expected.values() if g is not None))
     floor = SHARE_OF_ALL[case.dtype] * whole
     apart = [_apart(left[name], expected[name], floor) for name in expected]
     return max(*apart, abs(wrong.loss - right.loss) / (abs(right.loss) or 1.0))
+
+
+def _trained(path: Any, setting: Setting, update: Update | None) -> Gradients:
+    """The change of the weights over the first problem twice and the second, by the update that the fault declares, or SGD.
+
+    A path that declares one is a class, as its optimizer keeps something, and steps itself; others are stepped.
+    """
+    model, before = setting.model, weights_of(setting.model)
+    path = path() if isinstance(path, type) else path
+    try:
+        stepper = TorchStep(model, update or PROBES[0])
+        for problem in (setting.problem, setting.problem, setting.second):
+            take_gradients(model)
+            result = path(model, copy.deepcopy(problem), setting.objective)
+            if result is None or result.update is None:
+                stepper.step()
+        trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+        return {name: p.detach() - before[name] for name, p in trained}
+    finally:
+        take_gradients(model)
+        restore(model, before)
 
 
 def _ran(

@@ -7,14 +7,13 @@ again by anybody.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Iterable
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from lsverify.detection import Trial
-from lsverify.errors import InputError
 from lsverify.evidence import RUNGS, RungName
 
 LETTERS = {"caught": "c", "elsewhere": "e", "miss": "m", "ineligible": "i"}
@@ -24,13 +23,18 @@ ELIGIBLE = "cnem"
 
 
 class Row(BaseModel):
-    """One fault: the rung that must refuse it, a letter for each problem from number 0 on, and which rungs did refuse."""
+    """One fault: the rung that must refuse it, a letter for each problem from number 0 on, and which rungs did refuse.
+
+    `least` is the smallest relative L2 of its gradient at which it was refused, of those that are not zero: a fault may
+    leave the gradient as it is, and one of a tensor is small beside all of them.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     must: RungName
     letters: str = ""
     refused_by: dict[str, int] = {}
+    least: float | None = None
 
     def count(self, letters: str) -> int:
         return sum(self.letters.count(letter) for letter in letters)
@@ -73,6 +77,8 @@ class Record(BaseModel):
             raise ValueError(f"{trial.fault}: problem {trial.number} after {len(row.letters)}")
         row.letters += letter_of(trial)
         if trial.eligible and trial.refused_by is not None:
+            if trial.size and math.isfinite(trial.size):
+                row.least = min(trial.size, row.least or math.inf)
             row.refused_by[trial.refused_by] = row.refused_by.get(trial.refused_by, 0) + 1
 
     @property
@@ -122,14 +128,3 @@ def letter_of(trial: Trial) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.4g}%" if whole else "-"
-
-
-def load(file: Path) -> Record:
-    """Read a record. Raises `InputError`, one line, for anything that is not one."""
-    try:
-        return Record.model_validate_json(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValidationError) as error:
-        said = str(error).splitlines()[0]
-        raise InputError(
-            f"record {str(file)!r} cannot be read ({said}): give a file that `lsverify faults --out` wrote"
-        ) from None

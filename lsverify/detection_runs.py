@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 
-from lsverify.detection import Case, Trial, cases, tried
+from lsverify.at_work import at_work
+from lsverify.detection import Trial, cases, tried
 from lsverify.detection_record import Record, letter_of
 from lsverify.errors import InputError
 from lsverify.faults import FAULTS, Fault
@@ -19,7 +17,6 @@ BLOCK = 5
 PATIENCE = 4
 
 Note = Callable[[str], None]
-Tried = Callable[[Sequence[Case]], Iterable[Trial]]
 
 
 def continued(
@@ -30,7 +27,7 @@ def continued(
     Faults go on from where the record ends, so it may be stopped at any moment and continued.
     """
     yield record
-    with _at_work(workers) as tried_all:
+    with at_work(tried, workers) as tried_all:
         while wanting := [fault for fault in faults if _wants(record, fault, problems)]:
             first = min(_drawn(record, fault) for fault in wanting)
             # Those that are ahead wait: neighbours share references.
@@ -79,7 +76,7 @@ def rerun(
             dtype=record.dtype,
         )
     ]
-    with _at_work(workers) as tried_all:
+    with at_work(tried, workers) as tried_all:
         found = list(tried_all(given))
     differing = [trial for trial in found if _expected(record, trial) != letter_of(trial)]
     for trial in differing:
@@ -95,19 +92,3 @@ def _expected(record: Record, trial: Trial) -> str:
         return record.faults[trial.fault].letters[trial.number]
     alarms = {(alarm.fault, alarm.arch, alarm.number) for alarm in record.alarms}
     return "a" if (trial.fault, trial.arch, trial.number) in alarms else "p"
-
-
-@contextmanager
-def _at_work(workers: int) -> Iterator[Tried]:
-    """Judges cases in order, here or in so many processes."""
-    if workers == 1:
-        yield lambda given: [tried(*case) for case in given]
-        return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-
-        def spread(given: Sequence[Case]) -> Iterable[Trial]:
-            # Neighbours share references, so a worker gets a stretch of them.
-            size = max(1, min(64, -(-len(given) // workers)))
-            return pool.map(tried, *zip(*given, strict=True), chunksize=size)
-
-        yield spread

@@ -108,18 +108,12 @@ def measured_limits(
             f"factor {factor} and cap {cap} do not fit {dtype}: "
             f"allowed are factor >= 1 and {least:.3g} <= cap < 1"
         )
-    tensors, parts, inconsistent = _distances(oracle, reference, slices or {})
-    for order in orders:
-        again = _distances(oracle, order, slices or {})
-        _raise(tensors, again[0])
-        _raise(parts, again[1])
-    absolute = relative_floor * math.hypot(*(norms.expected for norms, _ in tensors.values()))
-    floors = {key: _floor(norms, absolute) for key, (norms, _) in (tensors | parts).items()}
-    typical = statistics.median(floors[name] for name in tensors) if tensors else 0.0
+    floors, inconsistent = measured_floors(
+        oracle, reference, *orders, slices=slices, relative_floor=relative_floor
+    )
     per_tensor: dict[str, Limit] = {}
     noise: dict[str, float] = {}
-    for key, (_, elements) in (tensors | parts).items():
-        floor = max(floors[key], typical) if elements < FEW_ELEMENTS else floors[key]
+    for key, floor in floors.items():
         if not floor <= cap:
             inconsistent[key] = floor
         if not factor * floor <= cap:
@@ -135,6 +129,28 @@ def measured_limits(
         noise=noise,
         native=reference,
     )
+
+
+def measured_floors(
+    oracle: Gradients,
+    reference: Gradients,
+    *orders: Gradients,
+    slices: Slices | None = None,
+    relative_floor: float = RELATIVE_FLOOR,
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The floor of every tensor and slice by key, as `measured_limits` says, and what differs in structure (infinite)."""
+    tensors, parts, inconsistent = _distances(oracle, reference, slices or {})
+    for order in orders:
+        again = _distances(oracle, order, slices or {})
+        _raise(tensors, again[0])
+        _raise(parts, again[1])
+    absolute = relative_floor * math.hypot(*(norms.expected for norms, _ in tensors.values()))
+    both = tensors | parts
+    floors = {key: _floor(norms, absolute) for key, (norms, _) in both.items()}
+    typical = statistics.median(floors[name] for name in tensors) if tensors else 0.0
+    few = {key for key, (_, elements) in both.items() if elements < FEW_ELEMENTS}
+    raised = {key: max(floor, typical) if key in few else floor for key, floor in floors.items()}
+    return raised, inconsistent
 
 
 def _raise(known: Measured, again: Measured) -> None:

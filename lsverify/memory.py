@@ -49,6 +49,11 @@ class LiveBytes(TorchDispatchMode):
         self._alive: dict[int, tuple[weakref.ref[Any], int, str]] = {}
         self._collector_was_on = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch compiles nothing under other modes, and never again compiles what was called there once."""
+        return True
+
     def __enter__(self) -> LiveBytes:
         self._collector_was_on = gc.isenabled()
         gc.collect()

@@ -28,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--lsv-policy", metavar="SPEC", help="detach policy; repeat for several", **several
     )
     group.addoption(
-        "--lsv-candidate", metavar="MODULE:NAME", help="judge this path instead of ours"
+        "--lsv-candidate",
+        metavar="NAME",
+        help="judge this path instead of ours: MODULE:NAME or an installed name",
     )
     group.addoption("--lsv-reference", default="declared", help="declared or full")
     group.addoption("--lsv-require", metavar="RUNG", help="highest rung asked for")
@@ -173,6 +175,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Of another project's own `evidence`, nothing is known; importing the class for it would cost.
         if type(case).__module__ == "lsverify.evidence":
             item.add_marker(pytest.mark.xdist_group(case_id(case)))
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """A failed step leaves a folder that runs it again; Hypothesis reports the smallest one that it found."""
+    report = (yield).get_result()
+    failed: Any = call.excinfo.value if call.excinfo else None
+    if type(failed).__name__ != "StepFailed" or type(failed).__module__ != "lsverify.steps":
+        return
+    from lsverify.reproduce import folder_of, write
+
+    script = write(failed, item.config.getoption("--lsv-candidate"), folder_of(item.nodeid))
+    report.sections.append(("lsverify", f"run it again: python {script}"))
 
 
 def case_id(case: CaseConfig) -> str:

@@ -107,25 +107,37 @@ def _model(arch: str, seed: int) -> Any:
     return build(arch, seed=seed)
 
 
+class StepFailed(AssertionError):
+    """A step whose path does not give what it claims: which, and how its gradients compare, if they were compared."""
+
+    def __init__(self, text: str, arch: str, step: Step, comparison: Comparison | None) -> None:
+        super().__init__(text)
+        self.arch, self.step, self.comparison = arch, step, comparison
+
+
 def hold(arch: str, step: Step, path: Path | None = None) -> Comparison:
     """Run the step through `path` (None: its own) and hold gradient and log-probs to the reference it declares.
 
-    A stopped reference counts only where its two terms sum to the cache-free full gradient. Raises AssertionError,
+    A stopped reference counts only where its two terms sum to the cache-free full gradient. Raises `StepFailed`,
     naming the step and what differs, unless everything is within 1e-12.
     """
-    case = f"{arch} {step}"
-    with step.running(arch) as setting:
-        result = (path or step.path())(setting.model, setting.problem, setting.objective)
-        gradients = take_gradients(setting.model)
-        referee = step.referee(arch)
-        claim = claim_of(setting.config, result, setting.objective)
-        comparison = accept(referee.compared(claim, gradients), case)
-        parts = consistent(claim, referee)
-        if parts is not None:
-            accept(parts, f"{case}, the reference's two terms against full autograd")
-        if result is not None and result.log_probs is not None:
-            expected = referee.oracle(claim).log_probs
-            hold_log_probs(expected, result.log_probs, case)
+    case, comparison = f"{arch} {step}", None
+    try:
+        with step.running(arch) as setting:
+            result = (path or step.path())(setting.model, setting.problem, setting.objective)
+            gradients = take_gradients(setting.model)
+            referee = step.referee(arch)
+            claim = claim_of(setting.config, result, setting.objective)
+            comparison = referee.compared(claim, gradients)
+            accept(comparison, case)
+            parts = consistent(claim, referee)
+            if parts is not None:
+                accept(parts, f"{case}, the reference's two terms against full autograd")
+            if result is not None and result.log_probs is not None:
+                expected = referee.oracle(claim).log_probs
+                hold_log_probs(expected, result.log_probs, case)
+    except AssertionError as error:
+        raise StepFailed(str(error), arch, step, comparison) from None
     return comparison
 
 

@@ -83,7 +83,7 @@ class Trace:
     `scored[i]` the same for passes without; `choices[site, place]` the decisions; `values[layer, place]` the hidden
     states, when `values` is asked for; `passes[place, autograd]` counts how often a token was forwarded with and without
     autograd; `unplaced` counts tokens that match nothing in the problem. `forced` maps
-    (site, place) to a choice that replaces the model's own.
+    (site, place) to a choice that replaces the model's own. Modules inside of compiled code are not seen.
     """
 
     def __init__(
@@ -253,10 +253,14 @@ class Trace:
             ).double()
 
     def _push(self, name: str, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._modules.append(name)
         self._calls[name] = 0
 
     def _pop(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._modules.pop()
 
     def _chose(self, scores: Tensor, chosen: Tensor) -> Tensor | None:

@@ -79,7 +79,8 @@ class Watch:
     by hand and recomputation inside a checkpoint show there and not in `events`.
 
     `on_forward` is called with each forward as it begins, inside of everything else that runs.
-    Not seen: a backward pass that crosses no layer boundary and accumulates into no parameter.
+    Not seen: a backward pass that crosses no layer boundary and accumulates into no parameter, and layers inside of
+    compiled code, which would be compiled anew for each count.
     Raises InputError for a model without an input embedding.
     """
 
@@ -189,6 +190,8 @@ class Watch:
     def _count(
         self, layer: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if torch.compiler.is_compiling():
+            return
         hidden = next(_tensors([*args, kwargs.get("hidden_states"), kwargs]), None)
         if hidden is not None:
             self.layer_tokens[layer] = self.layer_tokens[layer].plus(

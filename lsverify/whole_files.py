@@ -6,6 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from lsverify.errors import InputError
+
+M = TypeVar("M", bound=BaseModel)
 
 
 @contextmanager
@@ -24,3 +31,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def read_record(kind: type[M], file: Path) -> M:
+    """A record that one of our commands wrote as JSON. Raises `InputError`, one line, for anything else."""
+    try:
+        return kind.model_validate_json(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        said = str(error).splitlines()[0]
+        raise InputError(
+            f"record {str(file)!r} cannot be read ({said}): give a file that the same command wrote with --out"
+        ) from None

@@ -13,10 +13,11 @@
     anything at masked slots = anything else there
     any chunk size = any other, any number of responses replayed together = one at a time
     B = 0: every policy = full
+    the model's own experts and keys, forced on it = its step
 
 Most of these need no reference, so they hold where `full` and the path could share a fault. Guards against gradients
 that depend on what they must not: order, chunking, batch mates, masked data, the way a term is computed. And the
-opposite guard: the prompt does matter. With `test_parity`: one reference for one policy is one for all that equal it.
+opposite guards: the prompt does matter, and so do the experts and keys that are chosen. With `test_parity`: one reference for one policy is one for all that equal it.
 """
 
 import functools
@@ -29,7 +30,8 @@ import torch
 from lsverify import policies
 from lsverify.compare import Limits, compare
 from lsverify.objective import prepare, preset
-from lsverify.paths import full_score, longstraw, shared_prompts
+from lsverify.observe import recorded
+from lsverify.paths import full_autograd, full_score, longstraw, shared_prompts
 from lsverify.problems import ProblemSpec, off_policy
 from lsverify.prompt import capture
 from lsverify.references import full_reference, stopped_reference, take_gradients
@@ -350,3 +352,31 @@ def test_every_prompt_token_matters(arch, policy):
             assert moved > least.get(place, 1e-3), place
             with pytest.raises(AssertionError, match="log-probs differ"):
                 hold_log_probs(before.log_probs, after.log_probs, arch)
+
+
+def test_choices_are_read_and_forced_ones_are_taken(arch):
+    """Under its own choices a step is itself; under those of another token it is another step."""
+    with ONE.running(arch) as setting:
+        step = setting.model, setting.problem, setting.objective
+        run = recorded(full_autograd, *step)
+        own = run.trace.choices
+        assert bool(own) == ONE.referee(arch).chooses
+        same = recorded(full_autograd, *step, forced=own)
+        hold_equal(run.gradients, same.gradients, arch)
+        if own:
+            others = of_other_tokens(own)
+            assert others
+            wrong = recorded(full_autograd, *step, forced=own | others)
+            assert distance(run.gradients, wrong.gradients) > 1e-3
+
+
+def of_other_tokens(choices):
+    """For each place the choice of an earlier token that its own row has, where there is another one as large."""
+    found = {}
+    for (site, place), choice in choices.items():
+        for (other_site, other), its in choices.items():
+            earlier = other.position < place.position and other.member in (-1, place.member)
+            alike = len(its.chosen) == len(choice.chosen) and its.chosen != choice.chosen
+            if other_site == site and earlier and alike:
+                found[site, place] = its
+    return found

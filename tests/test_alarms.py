@@ -8,6 +8,10 @@ import pytest
 from lsverify import alarms
 from lsverify.cli import run
 from lsverify.evidence import CaseConfig
+from lsverify.honest_draws import CHANGES, FORMS, PER_PROBLEM, Honest, drawn_cases
+from lsverify.ladder import judge
+from lsverify.objective import PRESETS
+from lsverify.whole_files import read_record
 
 
 def test_honest_cases_take_every_architecture_before_the_next_seed():
@@ -135,7 +139,7 @@ def test_the_command_writes_all_runs_and_tells_by_its_code(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--runs", "0"], "runs 0 is not allowed"),
+        (["--runs", "0"], "runs 0 and workers 1 are not allowed"),
         (["--dtype", "half"], "dtype 'half' is not known"),
         (["--arch", "lama"], "architecture 'lama' is not known"),
     ],
@@ -143,3 +147,38 @@ def test_the_command_writes_all_runs_and_tells_by_its_code(tmp_path, capsys):
 def test_bad_input_is_one_line_and_two(given, told, capsys):
     assert run(["alarms", *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_drawn_cases_are_honest_and_the_record_goes_on(tmp_path, capsys):
+    file = tmp_path / "honest.json"
+    given = ["alarms", "--drawn", "--arch", "llama", "--out", str(file)]
+    assert run([*given, "--runs", "6"]) == 0
+    assert run([*given, "--runs", "7"]) == 0
+    record = read_record(Honest, file)
+    assert (record.cases, record.problems, record.wrong) == (12, {"llama": 2}, [])
+    assert "0 false alarms in 12 honest cases" in capsys.readouterr().out
+    assert run([*given, "--dtype", "float32"]) == 2
+    assert run([*given, "--dtype", "float32", "--dtype", "bfloat16"]) == 2
+
+
+def test_a_drawn_case_that_is_refused_is_an_alarm(tmp_path, monkeypatch, capsys):
+    def blind(case, *, brief):
+        receipt = judge(case.model_copy(update={"require": "objective"}), brief=brief)
+        return receipt.model_copy(update={"config": case})
+
+    monkeypatch.setattr("lsverify.honest_draws.judge", blind)
+    file = tmp_path / "honest.json"
+    given = ["alarms", "--drawn", "--arch", "llama", "--runs", "6", "--out", str(file)]
+    assert run(given) == 1
+    assert len(read_record(Honest, file).wrong) == PER_PROBLEM
+    assert "execution not_run" in capsys.readouterr().err
+
+
+def test_drawn_cases_are_of_every_form_and_follow_from_their_number():
+    drawn = [case for number in range(40) for case in drawn_cases("llama", "float64", number)]
+    assert drawn[:PER_PROBLEM] == list(drawn_cases("llama", "float64", 0))
+    assert {case.policy for case in drawn} == {None} | {spec for form in FORMS for spec in form}
+    assert {str(case.candidate).rpartition(":")[2] for case in drawn if case.candidate} == set(
+        CHANGES
+    )
+    assert {case.objective.partition(",")[0] for case in drawn} == set(PRESETS)

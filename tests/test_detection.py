@@ -7,10 +7,11 @@ import pytest
 from lsverify import detection
 from lsverify.cli import run
 from lsverify.detection import Trial, cases, effect, tried
-from lsverify.detection_record import Record, load
+from lsverify.detection_record import Record
 from lsverify.detection_runs import PATIENCE, continued, rerun
 from lsverify.evidence import CaseConfig
 from lsverify.faults import FAULTS
+from lsverify.whole_files import read_record
 
 SMALL = {"prompt_length": 9, "group_size": 2, "response_lengths": (3, 1)}
 
@@ -117,7 +118,6 @@ def test_runs_go_on_where_a_record_ends_and_give_up_on_a_fault_that_does_nothing
         return trial(fault=name, number=number, outcome=outcome)
 
     monkeypatch.setattr("lsverify.detection_runs.tried", told)
-    monkeypatch.setattr("lsverify.detection.HONEST", ())
     monkeypatch.setattr("lsverify.detection_runs.cases", _without_honest(cases))
     whole, parts = Record(dtype="float64"), Record(dtype="float64")
     *_, whole = continued(whole, [fault], 7, 1, lambda _: None)
@@ -151,7 +151,7 @@ def test_a_share_of_a_record_run_again_agrees_with_it_and_a_changed_letter_does_
     again = ["faults", "--again", str(file), "--share", "0.5"]
     assert run(again) == 0
     assert "2 trials run again, 0 differ from the record" in capsys.readouterr().out
-    record = load(file)
+    record = read_record(Record, file)
     record.faults["signs_only"].letters = "mm"
     count, differing = rerun(record, None, 0.5, 0, 1, lambda _: None)
     assert (count, [trial.fault for trial in differing]) == (2, ["signs_only"])
@@ -167,7 +167,7 @@ def test_the_command_writes_a_record_and_goes_on_with_it(tmp_path, capsys):
     file = tmp_path / "faults.json"
     given = ["faults", "--fault", "signs_only", "--out", str(file)]
     assert run(given) == 0
-    assert load(file).faults["signs_only"].letters == "c"
+    assert read_record(Record, file).faults["signs_only"].letters == "c"
     assert run([*given, "--dtype", "float32"]) == 2
     assert "is of float64, not float32" in capsys.readouterr().err
     file.write_text("{}")

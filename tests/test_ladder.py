@@ -228,7 +228,8 @@ def test_a_reference_whose_terms_do_not_sum_to_full_convicts_itself(monkeypatch)
 
 
 def test_a_wrong_objective_fails_the_lowest_rung(monkeypatch):
-    monkeypatch.setattr(ladder, "check_objective", lambda *a: (float("nan"), 1e-12, "planted"))
+    monkeypatch.setattr(referee, "check_objective", lambda *a: (float("nan"), 1e-12, "planted"))
+    monkeypatch.setattr(ladder, "_referee", ladder._referee.__wrapped__)
     receipt = judge(CaseConfig(arch="llama", policy="exact", require="objective", **QUICK))
     assert rung(receipt, "objective").status == "failed"
     assert not receipt.reached

@@ -60,8 +60,8 @@ REFUSED = [
         "reference 'x' is not known: use one of declared, full",
     ),
     (
-        lambda path: load_candidate("mine"),
-        "candidate 'mine' is not of the form MODULE:NAME, for instance my_path:step",
+        lambda path: load_candidate("mine:"),
+        "candidate 'mine:' is not of the form MODULE:NAME, for instance my_path:step",
     ),
     (
         lambda path: load_candidate("nowhere:step"),

@@ -304,13 +304,13 @@ def test_finite_difference_is_within_its_own_error(h):
     generator = np.random.default_rng(0)
     x, direction = generator.normal(size=(2, 5))
     exact = float((np.cos(x) * np.exp(np.sin(x))) @ direction)
-    value, error = finite_difference(lambda x: float(np.exp(np.sin(x)).sum()), x, direction, h)
+    value, error = finite_difference(lambda x: [float(np.exp(np.sin(x)).sum())], x, direction, h)
     assert abs(value - exact) <= error
     assert error <= 1e-5 * abs(exact) if h == 1e-1 else error <= 1e-9 * abs(exact)
 
 
 def test_finite_difference_is_exact_on_polynomials_of_degree_six():
-    value, error = finite_difference(lambda x: x**6 + x**5, 1.5, 2.0, 0.25)
+    value, error = finite_difference(lambda x: [x**6, x**5], 1.5, 2.0, 0.25)
     assert value == pytest.approx(2 * (6 * 1.5**5 + 5 * 1.5**4), rel=1e-13)
     assert abs(value - 2 * (6 * 1.5**5 + 5 * 1.5**4)) <= error
 
@@ -324,13 +324,17 @@ def test_finite_difference_takes_tensors_lists_and_mappings():
         "w": torch.tensor([1.0, 0.0], dtype=torch.float64),
         "b": [torch.tensor(1.0, dtype=torch.float64)],
     }
-    value, error = finite_difference(lambda x: float(x["w"].prod() * x["b"][0]), x, direction, 1e-2)
+    value, error = finite_difference(
+        lambda x: [float(x["w"].prod() * x["b"][0])], x, direction, 1e-2
+    )
     assert value == pytest.approx(2 * 3 + 1 * 2, abs=error)
 
 
 def test_finite_difference_counts_noise_as_error():
-    _, quiet = finite_difference(math.sin, 0.3, 1.0, 1e-3)
-    _, noisy = finite_difference(math.sin, 0.3, 1.0, 1e-3, noise=1e-9)
+    _, still = finite_difference(lambda x: [math.sin(x), 1e9], 0.3, 1.0, 1e-3, noise=[1e-16, 1.0])
+    assert still < 1e-11
+    _, quiet = finite_difference(lambda x: [math.sin(x)], 0.3, 1.0, 1e-3)
+    _, noisy = finite_difference(lambda x: [math.sin(x)], 0.3, 1.0, 1e-3, noise=[1e-9])
     assert noisy > 1e3 * quiet
 
 

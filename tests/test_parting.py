@@ -68,3 +68,10 @@ def test_a_token_that_only_one_side_has_is_passed_over_and_nan_parts():
     expected = {("layers.0", HERE): torch.ones(4), ("layers.0", THERE): torch.ones(4)}
     actual = {("layers.0", THERE): torch.full((4,), torch.nan)}
     assert "position 5 (response 1)" in first_layer(expected, actual, 1e-9)
+
+
+def test_values_that_could_not_be_told_are_not_said_to_agree():
+    value = torch.ones(2)
+    expected = {("layers.0", HERE): value, ("layers.0", THERE): value}
+    told = first_layer(expected, {("layers.0", HERE): value}, limit=1e-9)
+    assert told == "every layer's values agree at the 1 of 2 places where they could be told"

@@ -19,7 +19,8 @@ SMALL = "--prompt-length 9 --group-size 2 --response-length 3,1".split()
 APPENDED = {
     "gate": SMALL,
     "export": SMALL,
-    "alarms": "--arch llama --dtype float32 --runs 1".split(),
+    "alarms": "--arch llama --runs 1 --workers 1".split(),
+    "floors": "--arch llama --dtype float64".split(),
     "faults": "--problems 1 --workers 1 --fault signs_only".split(),
     "ablate": "--arch llama --lengths 9 --group-size 2 --response-length 3,1".split(),
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),

@@ -12,7 +12,7 @@ from torch import nn
 from lsverify.cases import DEFAULT_ARCHS
 from lsverify.errors import InputError
 from lsverify.models import build
-from lsverify.untouched import Untouched, require_no_gradients
+from lsverify.untouched import Untouched, require_no_gradients, scratch
 
 ARCHS = sorted(DEFAULT_ARCHS)
 TOKENS = torch.arange(12)[None]
@@ -224,3 +224,23 @@ def test_gradients_from_before_the_step_are_refused():
         require_no_gradients(model)
     model.zero_grad(set_to_none=True)
     require_no_gradients(model)
+
+
+def test_what_the_models_own_code_leaves_behind_is_not_the_steps():
+    model = build("recurrent_gemma", seed=0)
+    states = [name for name in scratch(model) if name.endswith("recurrent_states")]
+    assert states
+    assert not any(name.startswith(("parameter", "buffer")) for name in scratch(model))
+    before = Untouched(model)
+    model(input_ids=torch.zeros(2, 3, dtype=torch.long), use_cache=False)
+    assert not [line for line in before.changes() if "recurrent_states" in line]
+    assert scratch(build("llama", seed=0)) == frozenset()
+
+
+def test_asking_for_it_leaves_nothing_behind():
+    model = build("recurrent_gemma", seed=0)
+    held = {name: value for module in model.modules() for name, value in vars(module).items()}
+    scratch(model)
+    after = {name: value for module in model.modules() for name, value in vars(module).items()}
+    assert held.keys() == after.keys()
+    assert all(held[name] is after[name] for name in held)

@@ -201,5 +201,7 @@ FAULTS = (
         report="AD-07",
         rung="forward",
         points_at=LOSS,
+        # The second group then has one member, and no spread.
+        options={"group_size": 2},
     ),
 )

@@ -19,6 +19,8 @@ EVERY = DEFAULT_ARCHS
 # What the refusals of many faults have in common.
 LOSS = r"loss is \S+ instead of"
 STEPS = r"after 3 (sgd|adamw) steps"
+# Where experts and keys are chosen, a wrong value tells there before it tells in a log-prob.
+DECIDED = r"decisions differ, first \S*(indexer|gate|router)|response \d+ token"
 Candidate = Callable[[nn.Module, Problem, Objective], StepResult | None]
 
 

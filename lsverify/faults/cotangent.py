@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, map_state
-from lsverify.faults.catalogue import Fault
+from lsverify.faults.catalogue import DECIDED, Fault
 from lsverify.faults.honest import Leaves, Sharing, run_prompt
 from lsverify.objective import Objective
 from lsverify.paths import StepResult, longstraw
@@ -239,12 +239,17 @@ FAULTS = (
         path=state_kept_in_float32, report="PR-03", rung="forward", points_at=r"response \d+ token"
     ),
     Fault(
-        path=oldest_token_evicted, report="CS-01", rung="forward", points_at=r"response \d+ token"
+        path=oldest_token_evicted,
+        report="CS-01",
+        rung="forward",
+        points_at=r"response \d+ token",
+        elsewhere={"glm_moe_dsa": ("forward", DECIDED)},
     ),
     Fault(
         path=state_of_another_prompt,
         report="CS-01",
         rung="forward",
         points_at=r"response \d+ token",
+        elsewhere={"glm_moe_dsa": ("forward", DECIDED)},
     ),
 )

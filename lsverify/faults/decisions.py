@@ -141,7 +141,7 @@ FAULTS = (
         path=experts_of_the_token_before,
         report="MD-10",
         rung="execution",
-        points_at=r"decisions changed between passes over the same token, first in \S*gate",
+        points_at=r"decisions changed between passes over the same token, first in \S*(gate|indexer)",
         architectures=MOE,
     ),
     Fault(

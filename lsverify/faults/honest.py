@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, leaves_of, new_cache, state_of, with_leaves
+from lsverify.candidates import checkpointed
 from lsverify.objective import Objective, Plan, prepare
 from lsverify.paths import StepResult, full_autograd, full_logits, longstraw, shared_prompts
 from lsverify.problems import Problem
@@ -128,6 +129,36 @@ class Sharing:
             torch.autograd.backward(outputs, cotangents)
 
 
+def last_response_first(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """Another order of summation."""
+    plan, total = prepare(objective, problem), 0.0
+    for i in reversed(range(len(problem))):
+        member = plan.member(i, full_logits(model, problem, i))
+        member.loss.backward()
+        total += member.loss.detach().item()
+    return StepResult(loss=total, reference="full")
+
+
+def one_backward_pass(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """One graph for the whole batch, and one pass back through it."""
+    plan = prepare(objective, problem)
+    members = [plan.member(i, full_logits(model, problem, i)) for i in range(len(problem))]
+    loss = torch.stack([member.loss for member in members]).sum()
+    loss.backward()
+    return StepResult(loss=loss.item(), reference="full")
+
+
+def eager_attention(model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
+    """Attention by plain matrix products, the fused kernel's opposite, or the other way round."""
+    config = unwrapped(model).config
+    before = config._attn_implementation
+    config._attn_implementation = "sdpa" if before == "eager" else "eager"
+    try:
+        return dense(model, problem, objective)
+    finally:
+        config._attn_implementation = before
+
+
 dense = Dense()
 sharing = Sharing()
 
@@ -138,6 +169,7 @@ longstraw_exact = partial(longstraw, policy="exact", chunk=5)
 longstraw_detach = partial(longstraw, policy="detach", chunk=5)
 longstraw_window = partial(longstraw, policy="window:6", chunk=4)
 longstraw_tail = partial(longstraw, policy="tail:3", chunk=4)
+recomputed = checkpointed.step
 
 HONEST = (
     "dense",
@@ -149,5 +181,9 @@ HONEST = (
     "longstraw_detach",
     "longstraw_window",
     "longstraw_tail",
+    "recomputed",
+    "last_response_first",
+    "one_backward_pass",
+    "eager_attention",
 )
-"""Names in this module of paths that must never be refused."""
+"""Names in this module of harmless changes: paths that must never be refused."""

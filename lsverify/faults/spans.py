@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lsverify.cache import by_path, new_cache, with_leaves
-from lsverify.faults.catalogue import Fault
+from lsverify.faults.catalogue import DECIDED, Fault
 from lsverify.faults.honest import Sharing
 from lsverify.objective import Objective
 from lsverify.paths import StepResult, longstraw
@@ -90,6 +90,7 @@ FAULTS = (
         rung="forward",
         points_at=r"response \d+ token",
         architectures=_ATTENTION,
+        elsewhere={"glm_moe_dsa": ("forward", DECIDED)},
         options=_IMAGE,
     ),
     Fault(
@@ -98,6 +99,7 @@ FAULTS = (
         rung="forward",
         points_at=r"response \d+ token",
         architectures=_ATTENTION,
+        elsewhere={"glm_moe_dsa": ("forward", DECIDED)},
         options=_IMAGE,
     ),
     Fault(

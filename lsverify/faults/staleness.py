@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from lsverify.cache import Slot, map_state, state_of
-from lsverify.faults.catalogue import STEPS, Fault
+from lsverify.faults.catalogue import DECIDED, STEPS, Fault
 from lsverify.faults.honest import Sharing, dense, run_prompt
 from lsverify.objective import Objective
 from lsverify.paths import StepResult, adapters_off, full_score
@@ -150,7 +150,7 @@ FAULTS = (
         rung="forward",
         points_at=r"response \d+ token",
         options={"objective": "rloo", "lora": True},
-        elsewhere={"glm_moe_dsa": ("forward", r"decisions differ, first \S*indexer")},
+        elsewhere={"glm_moe_dsa": ("forward", DECIDED)},
     ),
     Fault(path=state_kept_by_length, report="CS-01", rung="optimizer_delta", points_at=STEPS),
     Fault(

@@ -127,6 +127,7 @@ FAULTS = (
         report="RO-07",
         rung="execution",
         points_at=r"training was True and is False",
+        options={"training": True},
     ),
     Fault(
         path=weights_drift_in_merge_and_unmerge,

@@ -39,4 +39,7 @@ def first_layer(expected: Values, actual: Values, limit: float) -> str:
             if not error <= limit * float(expected[key].norm()):
                 owner = "the prompt" if place.member < 0 else f"response {place.member}"
                 return f"values part first in {layer}, at position {place.position} ({owner})"
+    seen = len(expected.keys() & actual.keys())
+    if seen < len(expected):
+        return f"every layer's values agree at the {seen} of {len(expected)} places where they could be told"
     return "every layer's values agree: the difference is made after the last layer"
