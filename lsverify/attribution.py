@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # A factor explains an error when at most this share of the error is left after dividing by it.
 EXPLAINED = 0.05
+# Relative L2 that a step in float32 ends with, from small models to real ones.
+FLOAT32_NOISE = 1e-8, 1e-5
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _KIND_OF_MODULE = {
@@ -97,6 +99,7 @@ def hints(comparison: Comparison) -> list[str]:
         lambda: _only_slices(comparison.tensors),
         lambda: _only_kinds(bad, good),
         lambda: _only_layers(bad, good),
+        lambda: _narrow(bad, good),
     ]
     return [hint for reading in readings if (hint := reading())]
 
@@ -109,6 +112,18 @@ def _absent(comparison: Comparison) -> str | None:
     return (
         f"no gradient at all for {len(names)} parameters ({kinds}): "
         "frozen, unused, or cut off from the loss"
+    )
+
+
+def _narrow(bad: Sequence[TensorResult], good: Sequence[TensorResult]) -> str | None:
+    """Noise of one size everywhere: that of float32 where more was asked for."""
+    least, most = FLOAT32_NOISE
+    alike = [b for b in bad if b.limit < least and least < (b.rel_l2 or 0.0) < most]
+    if len(alike) < len(bad) or len(bad) <= len(good) or _scaled(bad, good):
+        return None
+    return (
+        "every error is of float32's size: something on the way computes in float32 "
+        "(a norm, a softmax, RoPE, a fused head, a cast by .float())"
     )
 
 

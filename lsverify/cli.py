@@ -102,7 +102,8 @@ def gate(
     objective: Annotated[
         str,
         typer.Option(
-            help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo or reinforce, options after commas: grpo,beta=0.04."
+            help="grpo, dr_grpo, dapo, bnpo, rloo, cispo, gspo, sapo, luspo, vespo or reinforce, options after commas: "
+            "grpo,beta=0.04."
         ),
     ] = "grpo",
     seed: Annotated[int, typer.Option(help="Seed of weights and data.")] = 0,
@@ -205,7 +206,7 @@ def _gate(
 
 @app.command()
 def repeat(receipt: Annotated[Path, typer.Argument(help="A receipt.json.")]) -> int:
-    """Run every case of a receipt again and compare the numbers to the last bit."""
+    """Run every case of a receipt again and compare the numbers to the last bit; 1 if one differs or a claim is not reached."""
     from lsverify import report
     from lsverify.evidence import environment, exit_code, load
     from lsverify.precision import deterministic

@@ -155,6 +155,18 @@ def test_unrelated_errors_are_not_called_a_factor():
     assert hint_text(zero, e) == ""
 
 
+def test_noise_of_float32_is_named_and_no_other():
+    e = gradients()
+    words = "every error is of float32's size"
+    assert words in hint_text(e, noisy(e, 1e-7))
+    for other in (noisy(e, 1e-10), noisy(e, 1e-3), {n: (1 + 1e-7) * g for n, g in e.items()}):
+        assert words not in hint_text(e, other)
+    one = dict(e)
+    name = next(iter(e))
+    one[name] = noisy({name: e[name]}, 1e-7)[name]
+    assert words not in hint_text(e, one)
+
+
 def test_zero_gradients_of_keys_and_values_are_named():
     e = gradients()
     a = noisy(e, 1e-4)
