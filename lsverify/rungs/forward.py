@@ -108,7 +108,7 @@ def _values(claim: Claim, run: Run, referee: Referee) -> Rung:
         return Rung(name="forward", status="failed", detail="; ".join(faults))
     comparison = compare(_named(expected), _named(actual), limits=limits)
     worst = comparison.worst_parameter or ""
-    detail = f"log-probs {where} of {len(problem)} responses; worst {worst} {_number(comparison.worst_rel_l2)}"
+    detail = f"log-probs {where} of {len(problem)} responses; furthest off {worst} by {_number(comparison.worst_rel_l2)}"
     if not comparison.passed:
         return Rung(
             name="forward",
@@ -146,9 +146,10 @@ def _unseen(run: Run) -> str:
     assert run.trace is not None
     found = "log-probs were neither seen at the model's head nor reported"
     if run.trace.unplaced:
-        found += (
-            f" ({run.trace.unplaced} tokens match no prompt or response at their positions: pass input_ids, and "
-            "position_ids that count from each row's first token)"
+        return (
+            f"{run.trace.unplaced} forwarded tokens match no prompt or response at their positions: other tokens went in, or "
+            f"others are at these positions (pass input_ids, and position_ids that count from each row's first token). {found}; "
+            "if the tokens are right, return them in StepResult.log_probs"
         )
     return f"{found}: return them in StepResult.log_probs"
 
