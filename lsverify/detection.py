@@ -34,7 +34,7 @@ from lsverify.setting import Setting, make_setting
 NOTHING = {"float64": 1e-9, "float32": 1e-5}
 SHARE_OF_ALL = {"float64": 0.0, "float32": 1e-3}
 # Prompts around windows and top-k of 8; groups that differ in size; ragged responses.
-PROMPTS, GROUPS = range(9, 21), (2, 3, 4)
+PROMPTS, GROUPS = range(9, 21), (2, 2, 3, 4)
 RESPONSES = ((3, 1), (4, 2, 5), (1, 3, 2), (7, 5, 6), (2, 6))
 
 

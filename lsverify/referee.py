@@ -276,6 +276,16 @@ class Referee:
         finally:
             restore(oracle, before)
 
+    def delta(self, claim: Claim, update: str, make: Callable[[], Gradients]) -> Gradients:
+        """The claimed reference's change of the weights, made once for all paths; a pretrained model's is not kept."""
+        if not is_small(self.setting.config.arch):
+            return make()
+        key = ("delta", claim, update)
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: Gradients = self._memo[key]
+        return found
+
     def compared(self, claim: Claim, actual: Gradients, limits: Limits | None = None) -> Comparison:
         """A gradient against the claimed reference, each tensor and slice within its limit."""
         expected = self.oracle(claim).gradients

@@ -23,14 +23,15 @@ def forward(claim: Claim, run: Run, referee: Referee, rerun: Callable[..., Run])
 
     `rerun(forced=...)` runs the path again with given decisions; it is asked only when decisions differ by less than
     their margin, and then values are compared under the reference's decisions. `rerun(keep_values=True)` keeps every
-    layer's values, after a failure.
+    layer's values, after a failure of a run that did not.
     """
     if run.error is not None:
         return Rung(name="forward", status="not_run", detail="the path raised an error")
     rung = compared(claim, run, referee, rerun)
     if rung.status != "failed":
         return rung
-    where = parting(rerun(keep_values=True), referee)
+    kept = run.trace is not None and run.trace.values
+    where = parting(run if kept else rerun(keep_values=True), referee)
     return rung.model_copy(update={"detail": f"{rung.detail}; {where}"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Mapping
 
@@ -40,7 +41,8 @@ def optimizer_delta(
         )
     worst: tuple[float, Comparison, Update] | None = None
     for update in (own,) if own else PROBES:
-        expected = _reference_delta(claim, referee, update)
+        made = functools.partial(_reference_delta, claim, referee, update)
+        expected = referee.delta(claim, repr(update), made)
         actual = _path_delta(fresh(), claim, referee, update, steps_itself=own is not None)
         limits = _limits(expected, claim, referee, update)
         comparison = compare(expected, actual, limits=limits, slices=referee.slices)
