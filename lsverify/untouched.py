@@ -88,8 +88,9 @@ def scratch(model: nn.Module) -> frozenset[str]:
     if model not in _SCRATCH:
         held = [(module, dict(vars(module))) for module in model.modules()]
         before = {name: (id(t), t.detach().clone()) for name, t in _attributes(model)}
+        positions = torch.arange(2, device=next(model.parameters()).device)[None]
         with torch.no_grad():
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+            model(input_ids=positions.new_zeros(1, 2), position_ids=positions, use_cache=False)
         now = dict(_attributes(model))
         _SCRATCH[model] = frozenset(
             name

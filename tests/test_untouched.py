@@ -237,6 +237,11 @@ def test_what_the_models_own_code_leaves_behind_is_not_the_steps():
     assert scratch(build("llama", seed=0)) == frozenset()
 
 
+@pytest.mark.parametrize("arch", ["roberta", "xmod"])
+def test_it_is_asked_with_positions_where_a_model_would_count_them_from_padding(arch):
+    assert scratch(build(arch, seed=0)) == frozenset()
+
+
 def test_asking_for_it_leaves_nothing_behind():
     model = build("recurrent_gemma", seed=0)
     held = {name: value for module in model.modules() for name, value in vars(module).items()}
