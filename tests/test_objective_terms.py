@@ -1,0 +1,116 @@
+"""Terms of the objective that presets leave out, each in closed form on log-probs that are known by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lsverify.objective import prepare, preset, token_entropy
+from lsverify.problems import Group, Problem, Response
+
+# One group, rewards 1 and 0, two tokens each: advantages of `none` are the rewards, a sequence mean divides by 2 * 2.
+LOGP = (-1.0, -2.0)
+OLD, REF, SAMPLER = (-1.2, -1.7), (-1.5, -1.6), (-0.9, -2.1)
+
+
+def f64(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def problem(mask=(True, True)):
+    def response(reward):
+        return Response(
+            tokens=torch.zeros(2, dtype=torch.int64),
+            mask=torch.tensor(mask),
+            reward=reward,
+            old_logp=f64(OLD),
+            ref_logp=f64(REF),
+            sampler_logp=f64(SAMPLER),
+        )
+
+    prompt = torch.zeros(3, dtype=torch.int64)
+    return Problem(groups=(Group(prompt=prompt, responses=(response(1.0), response(0.0))),))
+
+
+def part(objective, member=0, **how):
+    """The member's part and its slope in each log-prob, from log-probs LOGP."""
+    logp = f64(LOGP).requires_grad_()
+    value = prepare(objective, problem(**how)).part(member, logp)
+    (slope,) = torch.autograd.grad(value, logp, allow_unused=True)
+    return float(value.detach()), slope.tolist()
+
+
+def kl_alone(**options):
+    """Member 1 has advantage 0: its part is the KL term alone."""
+    return part(preset("grpo", advantage="none", beta=1.0, **options), member=1)
+
+
+def test_k3_straight_through_has_its_own_value_and_the_slope_of_k2():
+    value, slope = kl_alone(kl="k3", kl_straight_through=True)
+    assert value == pytest.approx(
+        sum(math.exp(r - p) - (r - p) - 1 for p, r in zip(LOGP, REF, strict=True)) / 4
+    )
+    assert slope == pytest.approx([(p - r) / 4 for p, r in zip(LOGP, REF, strict=True)])
+
+
+def test_a_weighted_kl_is_multiplied_by_the_ratio_and_moves_with_it():
+    value, slope = kl_alone(kl="k1", kl_weighted=True)
+    ratios = [math.exp(p - o) for p, o in zip(LOGP, OLD, strict=True)]
+    terms = [p - r for p, r in zip(LOGP, REF, strict=True)]
+    assert value == pytest.approx(sum(w * k for w, k in zip(ratios, terms, strict=True)) / 4)
+    assert slope == pytest.approx([w * (1 + k) / 4 for w, k in zip(ratios, terms, strict=True)])
+    plain, _ = kl_alone(kl="k1")
+    assert plain == pytest.approx(sum(terms) / 4)
+
+
+def test_the_part_reads_counted_tokens_only():
+    value, slope = part(
+        preset("grpo", ratio="none", clip="none", advantage="none"), mask=(False, True)
+    )
+    assert value == pytest.approx(-LOGP[1] / 2)
+    assert slope == pytest.approx([0.0, -1 / 2])
+
+
+def test_the_part_takes_entropies_of_counted_tokens_off():
+    objective = preset("grpo", ratio="none", clip="none", advantage="none", entropy_bonus=0.5)
+    plan = prepare(objective, problem(mask=(True, False)))
+    without = float(plan.part(0, f64(LOGP)))
+    assert float(plan.part(0, f64(LOGP), f64([0.3, 99.0]))) == pytest.approx(
+        without - 0.5 * 0.3 / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounds", "weights"),
+    [
+        ("token_truncate", {"sampler_clip_max": 1.2}, [math.exp(-0.3), 1.2]),
+        ("token_mask", {"sampler_clip_max": 1.2}, [math.exp(-0.3), 0.0]),
+        ("sequence_truncate", {"sampler_clip_max": 3.0}, [math.exp(0.1)] * 2),
+    ],
+)
+def test_the_samplers_weights_multiply_the_policy_term(correction, bounds, weights):
+    objective = preset(
+        "grpo", ratio="none", clip="none", advantage="none", sampler_correction=correction, **bounds
+    )
+    assert prepare(objective, problem()).correction[0].tolist() == pytest.approx(weights)
+    value, slope = part(objective)
+    assert value == pytest.approx(-sum(w * p for w, p in zip(weights, LOGP, strict=True)) / 4)
+    assert slope == pytest.approx([-w / 4 for w in weights])
+
+
+def test_the_samplers_weights_are_of_counted_tokens():
+    objective = preset(
+        "reinforce", advantage="none", sampler_correction="sequence_truncate", sampler_clip_max=3.0
+    )
+    masked = prepare(objective, problem(mask=(True, False)))
+    assert masked.correction[0].tolist() == pytest.approx([math.exp(OLD[0] - SAMPLER[0])])
+
+
+def test_the_entropy_is_at_temperature_one_unless_said():
+    logits = f64([[0.0, math.log(3)]])
+    at_one = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert token_entropy(logits).tolist() == pytest.approx([at_one])
+    assert token_entropy(logits, 1.0).tolist() == token_entropy(logits).tolist()
+    assert float(token_entropy(logits, 2.0)) > at_one
