@@ -9,6 +9,7 @@ import torch
 from gradient_mappings import gradients, noisy
 
 from lsverify.compare import Limits, compare, rolled
+from lsverify.errors import InputError
 from lsverify.limits import Limit
 from lsverify.slices import Slice
 
@@ -185,3 +186,48 @@ def test_a_fault_of_one_layer_is_placed_in_it():
     found = compare(e, a, limits=LIMITS)
     assert [layer for layer, n in found.per_layer.items() if n["rel_l2"]] == [2]
     assert list(found.per_layer) == [0, 1, 2]
+
+
+def test_the_reference_in_the_same_precision_stands_in_for_what_noise_names_and_for_nothing_else():
+    halves = {"w": [Slice("a", (slice(0, 2),)), Slice("b", (slice(2, 4),))]}
+    native = {"w": f64(1.5, 1.5, 1.5, 1.5)}
+    limits = Limits(relative=0.25, native=native, noise={"w[b]": 2.0})
+    found = compare(
+        {"w": f64(1, 1, 1, 1)}, {"w": f64(1.5, 1.5, 1.5, 1.75)}, limits=limits, slices=halves
+    )
+    (whole,) = found.tensors
+    a, b = whole.parts
+    assert (whole.native_error, a.native_error, b.native_error) == (None, None, 0.25)
+    assert (a.verdict, b.verdict, found.status) == ("mismatch", "match", "failed")
+
+
+def test_a_native_reference_of_another_shape_stands_in_for_nothing():
+    limits = Limits(relative=0.25, native={"w": f64(2, 2, 2)}, noise={"w": 2.0})
+    assert compare({"w": f64(1)}, {"w": f64(2)}, limits=limits).tensors[0].native_error is None
+
+
+def test_an_error_of_just_the_noise_accuses_nobody_and_passes_nowhere():
+    limits = Limits(relative=0.25, noise={"w": 0.5})
+    assert compare({"w": f64(1)}, {"w": f64(1.5)}, limits=limits).status == "reference_inconsistent"
+    assert compare({"w": f64(1)}, {"w": f64(1.625)}, limits=limits).status == "failed"
+
+
+def test_a_distance_of_just_the_allowance_to_the_native_reference_settles_it():
+    limits = Limits(
+        relative=0.25, native={"w": f64(1.5)}, noise={"w": 2.0}, inconsistent={"w": 0.5}
+    )
+    assert compare({"w": f64(1)}, {"w": f64(1.75)}, limits=limits).status == "proven"
+    assert (
+        compare({"w": f64(1)}, {"w": f64(1.875)}, limits=limits).status == "reference_inconsistent"
+    )
+
+
+def test_slices_that_leave_a_part_out_are_refused_in_one_line():
+    line = "the slices of w cover 1 of its 2 elements: give slices that partition the tensor"
+    with pytest.raises(InputError, match=f"^{line}$"):
+        compare(
+            {"w": f64(1, 1)},
+            {"w": f64(1, 1)},
+            limits=LIMITS,
+            slices={"w": [Slice("a", (slice(1),))]},
+        )

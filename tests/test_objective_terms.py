@@ -114,3 +114,43 @@ def test_the_entropy_is_at_temperature_one_unless_said():
     assert token_entropy(logits).tolist() == pytest.approx([at_one])
     assert token_entropy(logits, 1.0).tolist() == token_entropy(logits).tolist()
     assert float(token_entropy(logits, 2.0)) > at_one
+
+
+FALLEN = (0.0, -9.0)  # by (-0.9 + 6.9) / 2 = 3 nats a token from the sampler's, on average
+
+
+@pytest.mark.parametrize("clip", ["two_sided", "cispo"])
+def test_a_response_that_fell_too_far_is_left_out_with_its_clip_sides(clip):
+    def at(threshold, member):
+        objective = preset(
+            "grpo", advantage="group_mean", clip=clip, off_policy_threshold=threshold
+        )
+        plan, logp = prepare(objective, problem()), f64(FALLEN).requires_grad_()
+        value = plan.part(member, logp)
+        value.backward()
+        return value.item(), logp.grad.tolist(), plan.clip_side(member, f64(FALLEN)).tolist()
+
+    value, _, sides = at(3.0 + 1e-9, member=1)
+    assert value != 0
+    assert sides[1] == -1
+    assert at(3.0 - 1e-9, member=1) == (0.0, [0.0, 0.0], [0, 0])
+    assert at(3.0 - 1e-9, member=0)[0] != 0
+
+
+def test_a_response_without_advantage_sits_at_no_bound():
+    plan = prepare(preset("grpo", advantage="none", clip="cispo"), problem())
+    assert plan.clip_side(0, f64((5.0, -9.0))).tolist() == [1, -1]
+    assert plan.clip_side(1, f64((5.0, -9.0))).tolist() == [0, 0]
+
+
+def test_vespo_weighs_by_the_samplers_correction_in_the_precision_of_the_log_probs():
+    plain = preset("vespo", advantage="none")
+    corrected = preset(
+        "vespo", advantage="none", sampler_correction="token_truncate", sampler_clip_max=9.0
+    )
+    value, slope = part(plain)
+    weight = -4 * slope[0]
+    assert value == pytest.approx(-weight * sum(LOGP) / 4)
+    assert part(corrected)[0] != value
+    for objective in (plain, corrected):
+        assert prepare(objective, problem()).part(0, f64(LOGP).float()).dtype == torch.float32
