@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from lsverify.code_version import Version
 from lsverify.curves import Curve, read_curve
 from lsverify.evidence import Environment
 from lsverify.looking import Decision
@@ -27,33 +28,27 @@ from lsverify.verdicts import Comparison
 RECORD, LEDGER = "nightly.json", "nights.json"
 
 
+def read_curves(folder: Path, entry: Entry, seeds: tuple[int, ...]) -> dict[Training, Curve]:
+    """Of an entry's folder; empty ones where nothing is. Raises `InputError` for files that are no curves."""
+    return {each: read_curve(folder / folder_of(each)) for each in entry.sweep(seeds).trainings()}
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Version(_Record):
-    """The code whose seeds count together.
-
-    name: what its folder is called: `code` and the first digits of a hash over `packages`, the versions that its numbers depend
-    on. code: the first 12 digits of the git commit where package and warm starts are as committed, else `files-` and those of
-    a hash over them.
-    """
-
-    name: str
-    code: str
-    packages: dict[str, str]
-
-
 class Parting(_Record):
-    """`exact` beside the reference of the same seed, step by step.
+    """`exact` beside the reference of the same seed, step by step: the largest difference at any step or test of any seed.
 
-    test_reward: the largest |difference| of a prompt's test reward, over all prompts, tests and seeds. loss: the same of
-    the loss, over all steps and seeds. `equal` where test rewards are equal to the bit and losses within `limit`; it is
-    None in float32, where rounding alone draws other tokens.
+    test_reward: of a prompt's test reward. reward: of a rollout's. loss: absolute; on-policy it is zero by construction and says
+    nothing, so gradient_norm is compared too, relative to the reference's. `equal` where both rewards are equal to the bit
+    and the others within `limit`; None in float32, where rounding alone draws other tokens.
     """
 
     test_reward: float
+    reward: float
     loss: float
+    gradient_norm: float
     limit: float
     seeds: int
     equal: bool | None
@@ -77,8 +72,8 @@ class Bias(_Record):
 class Cost(_Record):
     """What does not repeat. tokens_per_second: forwarded by the arm over the time of its steps and rollouts, all seeds together.
 
-    seconds_per_step: the mean. peak_resident: the largest resident size of a process that trained the arm, in bytes, with
-    all it trained before; None where the system does not tell.
+    seconds_per_step: the mean. peak_resident: the largest resident size of a process while it trained the arm, in bytes; None
+    where the system does not tell.
     """
 
     tokens_per_second: float
@@ -89,7 +84,9 @@ class Cost(_Record):
 class ArmRecord(_Record):
     """One arm over all seeds of its version.
 
-    difference, distances: to the reference, None of the reference itself. bias: None where no step was compared.
+    difference, distances: to the reference, None of the reference itself. bias: None where no step was compared. broken: seeds
+    whose training broke off because logits or gradient were not finite: they leave no policy, and count with a reward of 0
+    on every prompt.
     """
 
     arm: str
@@ -97,6 +94,7 @@ class ArmRecord(_Record):
     difference: Estimate | None
     distances: Distances | None
     bias: Bias | None
+    broken: tuple[int, ...]
     cost: Cost
 
 
@@ -139,8 +137,7 @@ class EntryRecord(_Record):
 
     def curves(self, out: Path) -> dict[Training, Curve]:
         """By training, of all seeds, from the files below OUT. Raises `InputError`."""
-        places = self.entry.sweep(self.seeds).trainings()
-        return {each: read_curve(out / self.folder / folder_of(each)) for each in places}
+        return read_curves(out / self.folder, self.entry, self.seeds)
 
     @property
     def verdicts(self) -> dict[str, Decision]:
@@ -175,22 +172,29 @@ class Nightly(_Record):
 
 
 class Planned(_Record):
-    """What a night adds to an entry, and what it decided when it was finished."""
+    """What a night adds to an entry; what it decided by arm, and which seeds of an arm broke off, when it is finished.
 
-    entry: Entry
+    entry: its name. trains: a hash of all that it trains but seeds (`Entry.trains`): a ledger outlives the options of a code version.
+    """
+
+    entry: str
+    trains: str
     seeds: tuple[int, ...]
     decisions: dict[str, Decision] = {}
+    broken: dict[str, tuple[int, ...]] = {}
 
 
 class Night(_Record):
+    """suite: its hash (`Suite.digest`). One that is not finished and not the last was given up, since the code changed; it is no look."""
+
     version: str
-    suite: Suite
+    suite: str
     full: bool
     planned: tuple[Planned, ...]
     finished: bool = False
 
 
 class Ledger(_Record):
-    """All nights in a folder, in order; only the last may be unfinished."""
+    """All nights in a folder, in order."""
 
     nights: tuple[Night, ...] = ()

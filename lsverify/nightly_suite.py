@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tomllib
 from itertools import combinations
 from pathlib import Path
@@ -51,6 +52,12 @@ class Entry(_Table):
         self.sweep((0,)).trainings()
         return self
 
+    @property
+    def trains(self) -> str:
+        """A hash of its kind and of its trainings without seeds: seeds of entries with equal ones belong together."""
+        trainings = sorted(each.model_dump_json() for each in self.sweep((0,)).trainings())
+        return _hash(self.kind, *trainings)
+
     def sweep(self, seeds: tuple[int, ...]) -> Sweep:
         """Of these seeds. Its `trainings` raise `InputError`."""
         return Sweep(
@@ -80,6 +87,18 @@ class Suite(_Table):
                 )
         return self
 
+    def with_seeds(self, seeds: int | None) -> Suite:
+        """Itself where `seeds` is None. Raises `InputError`."""
+        if seeds is not None and seeds < 2:
+            raise InputError(
+                f"seeds {seeds} is not allowed: give 2 or more, so that they have a spread"
+            )
+        return self if seeds is None else self.model_copy(update={"seeds": seeds})
+
+    @property
+    def digest(self) -> str:
+        return _hash(self.model_dump_json())
+
     def tonight(self, before: int, *, full: bool = False) -> tuple[Entry, ...]:
         """The entries of a night with `before` nights before it; all of them where `full`."""
         turning = [entry for entry in self.entries if entry.rotates]
@@ -106,6 +125,10 @@ def read_suite(file: Path) -> Suite:
 def shipped(*, quick: bool = False) -> Path:
     """The suite that comes with the package."""
     return Path(__file__).parent / ("nightly_quick.toml" if quick else "nightly.toml")
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _one_line(error: ValidationError) -> str:
