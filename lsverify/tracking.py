@@ -122,10 +122,10 @@ def keep_files(run: Any, name: str, kind: str, files: Sequence[Path]) -> Path:
     """Keep copies of files in the run and log them as one artifact; returns the run's folder."""
     import wandb
 
+    copies = [_kept(run, file.name, file.read_bytes()) / "files" / file.name for file in files]
     artifact = wandb.Artifact(name, kind)
-    for file in files:
-        copy = _kept(run, file.name, file.read_bytes()) / "files" / file.name
-        # By default wandb stages a second copy, outside the run's folder.
+    for copy in copies:
+        # By default wandb makes a second copy of what may change.
         artifact.add_file(str(copy), policy="immutable", skip_cache=True)
     run.log_artifact(artifact)
     return Path(run.dir).parent

@@ -7,8 +7,10 @@ and the night goes on. Where the network fails, the rest is written offline, and
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,17 @@ def log_night(
         (name, log) for entry in record.entries for name, log in _trainings(record, entry, out)
     ]
     runs.append(("the night", lambda mode: _log_summary(record, out, mode, files)))
+    if mode == "disabled":
+        return []
+    with _staging_below(out):
+        return _logged(runs, mode, out, warn)
+
+
+def _logged(
+    runs: Sequence[tuple[str, Callable[[str], Path]]], mode: str, out: Path, warn: Warn
+) -> list[Path]:
     folders = []
-    for name, log in runs if mode != "disabled" else ():
+    for name, log in runs:
         try:
             try:
                 folders.append(log(mode))
@@ -93,6 +104,19 @@ def history(curve: Curve) -> Iterator[tuple[int, dict[str, Any]]]:
             _of_step(row) if isinstance(row, StepRow) else _of_test(row)
         )
     yield from rows.items()
+
+
+@contextmanager
+def _staging_below(out: Path) -> Iterator[None]:
+    """Artifacts that are not sent yet wait beside the runs they belong to, unless the user has a place for them."""
+    if "WANDB_DATA_DIR" in os.environ:
+        yield
+        return
+    os.environ["WANDB_DATA_DIR"] = str((out / "wandb").absolute())
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_DATA_DIR"]
 
 
 def _trainings(
