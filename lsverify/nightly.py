@@ -30,7 +30,7 @@ from lsverify.nightly_record import (
 )
 from lsverify.nightly_suite import Entry, Suite
 from lsverify.precision import deterministic, threads
-from lsverify.sweeps import Engine, Report, folder_of, trained
+from lsverify.sweeps import Engine, Report, check, folder_of, trained
 from lsverify.trainings import Training
 from lsverify.whole_files import read_record, write_whole
 
@@ -53,6 +53,7 @@ def night(
     end, if there is one. finish: what else belongs to the night, with the record; a night that is killed in it is not finished.
     Raises `InputError`, for a suite or folder that does not fit before anything is trained.
     """
+    check(processes, engine)
     check_folder(out)
     version = code_version()
     ledger = _opened(read_ledger(out), suite, full, version.name, resume, out)

@@ -105,10 +105,7 @@ def trained(
     training raised that failed; the others keep what they have. Where `breaking` is allowed, a training that broke off
     (`TrainingBroke`) gives the rows that it made.
     """
-    if processes < 1:
-        raise InputError(f"processes {processes} is not allowed: use 1 or more")
-    if engine not in get_args(Engine):
-        raise InputError(f"engine {engine!r} is not known: use {' or '.join(get_args(Engine))}")
+    check(processes, engine)
     watched = _Watched(places, progress)
     if engine == "ray":
         return _on_ray(places, watched, breaking)
@@ -123,6 +120,26 @@ def trained(
                 future.result()
             watched.look()
     return {each: future.result() for each, future in futures.items()}
+
+
+def check(processes: int, engine: Engine) -> None:
+    """Raises `InputError` for what `trained` could not work with."""
+    if processes < 1:
+        raise InputError(f"processes {processes} is not allowed: use 1 or more")
+    if engine not in get_args(Engine):
+        raise InputError(f"engine {engine!r} is not known: use {' or '.join(get_args(Engine))}")
+    if engine == "ray":
+        _ray()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            "ray is not installed: pip install ray on the cluster's nodes and here, or use engine local"
+        ) from None
+    return ray
 
 
 def _train(training: Training, folder: Path, breaking: bool) -> Curve:
@@ -200,34 +217,31 @@ def _steps_in(file: Path) -> int:
 
 @contextmanager
 def bar() -> Iterator[Report]:
-    """A bar on standard error with the time that is left."""
+    """A bar on standard error with the time that is left; there is none before the first report."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps, {task.description}"))
-    with Bar(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=None)
+    shown = Bar(*columns, console=Console(stderr=True))
+    task = shown.add_task("", total=None)
 
-        def report(progress: Progress) -> None:
-            left = (
-                "" if progress.left is None else f", {timedelta(seconds=int(progress.left))} left"
-            )
-            shown.update(
-                task,
-                completed=progress.done,
-                total=progress.steps,
-                description=f"{progress.finished} of {progress.trainings} trainings{left}",
-            )
+    def report(progress: Progress) -> None:
+        left = "" if progress.left is None else f", {timedelta(seconds=int(progress.left))} left"
+        shown.update(
+            task,
+            completed=progress.done,
+            total=progress.steps,
+            description=f"{progress.finished} of {progress.trainings} trainings{left}",
+        )
+        shown.start()
 
+    try:
         yield report
+    finally:
+        shown.stop()
 
 
 def _on_ray(
     places: Mapping[Training, Path], watched: _Watched, breaking: bool
 ) -> dict[Training, Curve]:
-    try:
-        import ray
-    except ImportError:
-        raise InputError(
-            "ray is not installed: pip install ray on the cluster's nodes and here, or use engine local"
-        ) from None
+    ray = _ray()
     if not ray.is_initialized():
         ray.init()
     there = ray.remote(_train_there)

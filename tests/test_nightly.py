@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 
 import pytest
 from small_nights import ENDS, PROMPTS, code_is, curve, entry, made_up, rewrite, spend, suite
@@ -10,7 +11,7 @@ from small_trainings import SMALL, cluster_of_one, shorter_test
 from lsverify.curves import Curve
 from lsverify.errors import InputError
 from lsverify.looking import level
-from lsverify.nightly import read_ledger
+from lsverify.nightly import night, read_ledger
 from lsverify.nightly_record import LEDGER, RECORD, Nightly
 from lsverify.sweeps import folder_of
 from lsverify.whole_files import read_record
@@ -333,6 +334,17 @@ def test_kept_states_have_a_table_and_no_verdict(tmp_path, monkeypatch):
     ]
     assert found.drift[1].log_prob == pytest.approx(0.2)
     assert found.drift[1].loss_difference == pytest.approx(0.5)
+
+
+def test_a_night_that_cannot_begin_is_not_in_the_way(tmp_path, monkeypatch):
+    made_up(monkeypatch)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InputError, match="ray is not installed"):
+        spend(tmp_path)
+    with pytest.raises(InputError, match="the suite has nothing for tonight"):
+        night(suite(entry(rotates=True)), tmp_path)
+    made_up(monkeypatch)
+    assert spend(tmp_path).number == 1
 
 
 def test_an_entry_that_changed_is_not_added_to_what_it_was(tmp_path, monkeypatch):
