@@ -16,6 +16,7 @@ from lsverify.report import HEADERS, row
 from lsverify.whole_files import write_whole
 
 MODES = ("offline", "online", "disabled")
+UPLOAD_SECONDS = 120  # without a limit a run whose network is lost waits for it for ever
 
 
 def check_mode(mode: str) -> None:
@@ -95,7 +96,12 @@ def started(
     where.mkdir(parents=True, exist_ok=True)
     try:
         run = wandb.init(
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                finish_timeout=UPLOAD_SECONDS,
+                finish_timeout_raises=True,
+            ),
             project=project,
             job_type=job,
             mode=mode,  # type: ignore[arg-type]
@@ -108,7 +114,12 @@ def started(
     try:
         yield run
     finally:
-        run.finish()
+        try:
+            run.finish()
+        except TimeoutError:
+            raise InputError(
+                f"wandb {mode}: not all was sent in {UPLOAD_SECONDS} s: wandb sync {Path(run.dir).parent} sends the rest"
+            ) from None
 
 
 def _kept(run: Any, name: str, content: str | bytes) -> Path:

@@ -103,6 +103,23 @@ def test_online_without_a_key_is_refused_in_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
+def test_a_network_that_is_lost_is_not_waited_for(tmp_path, monkeypatch):
+    class Run:
+        dir = str(tmp_path / "run-1" / "files")
+
+        def finish(self):
+            raise TimeoutError
+
+    begun = []
+    monkeypatch.setattr(wandb, "init", lambda **named: begun.append(named["settings"]) or Run())
+    with (
+        pytest.raises(InputError, match=r"not all was sent in 120 s: wandb sync .*run-1 sends"),
+        tracking.started("online", tmp_path, "lsverify", "gate", {}),
+    ):
+        pass
+    assert (begun[0].finish_timeout, begun[0].finish_timeout_raises) == (120, True)
+
+
 def test_unknown_modes_and_a_missing_package_are_refused(monkeypatch):
     for mode in tracking.MODES:
         tracking.check_mode(mode)
