@@ -20,6 +20,7 @@ from typer.exceptions import TyperException
 from lsverify import cli_files
 from lsverify.cli_candidates import candidates
 from lsverify.cli_faults import alarms, faults, floors
+from lsverify.cli_nightly import nightly
 from lsverify.errors import InputError
 
 # Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
@@ -459,6 +460,7 @@ app.command()(candidates)
 app.command()(alarms)
 app.command()(faults)
 app.command()(floors)
+app.command()(nightly)
 cli_files.register(app)
 
 

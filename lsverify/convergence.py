@@ -23,6 +23,7 @@ from lsverify.arms import make_arm
 from lsverify.checkpoints import Checkpoint, read_checkpoint
 from lsverify.curves import Curve, CurveFile, Row, StepRow, TestRow, ToFull, read_curve
 from lsverify.errors import InputError, TrainingBroke
+from lsverify.memory import HighWaterMark
 from lsverify.models import build
 from lsverify.norms import Norms, distance, norm, promoted, total
 from lsverify.objective import prepare
@@ -97,6 +98,7 @@ class _Run:
         self.course = course_of(training.arch, training.task)
         self.arm = make_arm(training.arm, seed=training.numbers, chunk=training.chunk)
         self.optimizer = TorchStep(model, training.update)
+        self.memory = HighWaterMark()
 
     def steps(self, at: int) -> Iterator[list[Row]]:
         """The rows of each step after step `at`, the last of its prompts; before the first one those of step 0."""
@@ -121,6 +123,7 @@ class _Run:
                 drift=self.arm.drift(self.model, problem, self.objective),
                 tokens_forwarded=tokens.count,
                 seconds=time.perf_counter() - begun,
+                peak_resident=self.memory.read().peak,
             )
             yield [row, self._test(step)] if self.training.tests_at(step) else [row]
 

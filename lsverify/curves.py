@@ -39,7 +39,8 @@ class StepRow(BaseModel):
     reward, reward_sd: over all responses (divided by their number). kl_to_start: mean over response tokens of k3 against the
     start's weights, in nats. entropy: mean over response tokens, in nats. clip_share: of response tokens whose gradient the clip
     cuts. gradient_norm: before clipping. tokens_forwarded: by the arm, counted at the embedding, scores included. seconds: of
-    the step and its rollout, the one number here that does not repeat.
+    the step and its rollout. peak_resident: the largest resident size of the process since its training began or went on, in
+    bytes, None where the system does not tell. These two do not repeat.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,6 +57,7 @@ class StepRow(BaseModel):
     response_length: float
     tokens_forwarded: int
     seconds: float
+    peak_resident: int | None = None
     to_full: ToFull | None = None
     drift: Drift | None = None
 
@@ -104,8 +106,8 @@ class Curve:
         return self.tests[-1]
 
     def repeatable(self) -> list[dict[str, Any]]:
-        """Everything but seconds, to be equal to the bit in every run of the same training."""
-        return [row.model_dump(exclude={"seconds"}) for row in self.rows]
+        """Everything but seconds and memory, to be equal to the bit in every run of the same training."""
+        return [row.model_dump(exclude={"seconds", "peak_resident"}) for row in self.rows]
 
     def reaches(self, step: int) -> bool:
         """Whether it ends with the test after this step."""

@@ -148,7 +148,7 @@ class Resident:
         return self.peak - self.baseline
 
 
-class _HighWaterMark:
+class HighWaterMark:
     """The kernel's high-water mark, set back at construction."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ def resident_peak() -> Iterator[Resident]:
     Linux only (VmHWM, and 5 written to clear_refs); elsewhere, or where this is forbidden, the result stays None.
     Not to be nested: an inner stretch sets back the mark of the outer one.
     """
-    measured, mark = Resident(), _HighWaterMark()
+    measured, mark = Resident(), HighWaterMark()
     try:
         yield measured
     finally:
@@ -217,7 +217,7 @@ class Phases:
         if name == self._name:
             return
         self.end()
-        self._name, self._mark = name, _HighWaterMark()
+        self._name, self._mark = name, HighWaterMark()
         self._start = _synchronised_clock()
 
     def end(self) -> None:

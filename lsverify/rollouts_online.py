@@ -108,8 +108,12 @@ def scored(model: nn.Module, problem: Problem, temperature: float = 1.0) -> list
 def _begun(model: nn.Module, prompts: Tensor, members: int) -> tuple[Tensor, Cache]:
     """Logits [n G, 1, V] after prompts [n, P], and the state, each row for `members` responses."""
     logits, cache = continue_from(model, prompts, new_cache(unwrapped(model).config), 0, keep=1)
-    shared = map_state(cache, lambda _, tensor: tensor.repeat_interleave(members, 0))
-    return logits.repeat_interleave(members, 0), shared
+
+    def shared(_: object, tensor: Tensor) -> Tensor:
+        # A tensor without axes is one number of the layer, such as its window.
+        return tensor.repeat_interleave(members, 0) if tensor.dim() else tensor
+
+    return logits.repeat_interleave(members, 0), map_state(cache, shared)
 
 
 def uniforms_of(key: int, step: int, prompts: Sequence[int], members: int, length: int) -> Tensor:

@@ -9,7 +9,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,7 +25,7 @@ from rich.progress import Progress as Bar
 
 from lsverify.convergence import claim, train
 from lsverify.curves import NAME, Curve, CurveFile, final_rewards, read_curve
-from lsverify.errors import InputError
+from lsverify.errors import InputError, TrainingBroke
 from lsverify.trainings import Training
 
 Engine = Literal["local", "ray"]
@@ -86,28 +86,69 @@ def run(
     engine: Engine = "local",
     progress: Report = lambda progress: None,
 ) -> dict[Training, Curve]:
-    """Every training to its end, `processes` at a time in new processes, or as many as a Ray cluster has cores for.
+    """Every training to its end, each in `folder_of` it below `folder`; see `trained`. Raises what the first training raised."""
+    places = {each: folder / folder_of(each) for each in sweep.trainings()}
+    return trained(places, processes=processes, engine=engine, progress=progress)
+
+
+def trained(
+    places: Mapping[Training, Path],
+    *,
+    processes: int = 1,
+    engine: Engine = "local",
+    breaking: bool = False,
+    progress: Report = lambda progress: None,
+) -> dict[Training, Curve]:
+    """Every training in its place, `processes` at a time in new processes, or as many as a Ray cluster has cores for.
 
     On a cluster nothing but the finished curves comes back. Raises `InputError` before anything runs, and what the first
-    training raised that failed; the others keep what they have.
+    training raised that failed; the others keep what they have. Where `breaking` is allowed, a training that broke off
+    (`TrainingBroke`) gives the rows that it made.
     """
-    trainings = sweep.trainings()
-    if processes < 1:
-        raise InputError(f"processes {processes} is not allowed: use 1 or more")
-    if engine not in get_args(Engine):
-        raise InputError(f"engine {engine!r} is not known: use {' or '.join(get_args(Engine))}")
-    watched = _Watched(trainings, folder, progress)
+    check(processes, engine)
+    watched = _Watched(places, progress)
     if engine == "ray":
-        return dict(zip(trainings, _on_ray(trainings, folder, watched), strict=True))
-    with _pool(min(processes, len(trainings))) as pool:
-        futures = [pool.submit(train, each, folder / folder_of(each)) for each in trainings]
-        pending: set[Future[Curve]] = set(futures)
+        return _on_ray(places, watched, breaking)
+    with _pool(min(processes, len(places))) as pool:
+        futures = {
+            each: pool.submit(_train, each, place, breaking) for each, place in places.items()
+        }
+        pending = set(futures.values())
         while pending:
             done, pending = wait(pending, timeout=GLANCE, return_when=FIRST_COMPLETED)
             for future in done:
                 future.result()
             watched.look()
-    return {each: future.result() for each, future in zip(trainings, futures, strict=True)}
+    return {each: future.result() for each, future in futures.items()}
+
+
+def check(processes: int, engine: Engine) -> None:
+    """Raises `InputError` for what `trained` could not work with."""
+    if processes < 1:
+        raise InputError(f"processes {processes} is not allowed: use 1 or more")
+    if engine not in get_args(Engine):
+        raise InputError(f"engine {engine!r} is not known: use {' or '.join(get_args(Engine))}")
+    if engine == "ray":
+        _ray()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise InputError(
+            "ray is not installed: pip install ray on the cluster's nodes and here, or use engine local"
+        ) from None
+    return ray
+
+
+def _train(training: Training, folder: Path, breaking: bool) -> Curve:
+    try:
+        return train(training, folder)
+    except TrainingBroke:
+        if not breaking:
+            raise
+        return read_curve(folder)
 
 
 def rewards_by_arm(
@@ -145,9 +186,9 @@ def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
 class _Watched:
     """How far the trainings are, by the lines in their files: what an earlier run has left counts too."""
 
-    def __init__(self, trainings: Sequence[Training], folder: Path, report: Report) -> None:
-        self._files = {each: folder / folder_of(each) / NAME for each in trainings}
-        self._report, self._steps = report, sum(each.steps for each in trainings)
+    def __init__(self, places: Mapping[Training, Path], report: Report) -> None:
+        self._files = {each: place / NAME for each, place in places.items()}
+        self._report, self._steps = report, sum(each.steps for each in places)
         self._begun = time.perf_counter()
         self._before: int | None = None
         self._before = self.look().done
@@ -176,58 +217,57 @@ def _steps_in(file: Path) -> int:
 
 @contextmanager
 def bar() -> Iterator[Report]:
-    """A bar on standard error with the time that is left."""
+    """A bar on standard error with the time that is left; there is none before the first report."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("steps, {task.description}"))
-    with Bar(*columns, console=Console(stderr=True)) as shown:
-        task = shown.add_task("", total=None)
+    shown = Bar(*columns, console=Console(stderr=True))
+    task = shown.add_task("", total=None)
 
-        def report(progress: Progress) -> None:
-            left = (
-                "" if progress.left is None else f", {timedelta(seconds=int(progress.left))} left"
-            )
-            shown.update(
-                task,
-                completed=progress.done,
-                total=progress.steps,
-                description=f"{progress.finished} of {progress.trainings} trainings{left}",
-            )
+    def report(progress: Progress) -> None:
+        left = "" if progress.left is None else f", {timedelta(seconds=int(progress.left))} left"
+        shown.update(
+            task,
+            completed=progress.done,
+            total=progress.steps,
+            description=f"{progress.finished} of {progress.trainings} trainings{left}",
+        )
+        shown.start()
 
-        yield report
-
-
-def _on_ray(trainings: Sequence[Training], folder: Path, watched: _Watched) -> list[Curve]:
     try:
-        import ray
-    except ImportError:
-        raise InputError(
-            "ray is not installed: pip install ray on the cluster's nodes and here, or use engine local"
-        ) from None
+        yield report
+    finally:
+        shown.stop()
+
+
+def _on_ray(
+    places: Mapping[Training, Path], watched: _Watched, breaking: bool
+) -> dict[Training, Curve]:
+    ray = _ray()
     if not ray.is_initialized():
         ray.init()
     there = ray.remote(_train_there)
     found: dict[Training, Curve] = {}
     waiting: dict[Any, Training] = {}
-    for each in trainings:
-        claim(folder / folder_of(each), each)
-        before = read_curve(folder / folder_of(each))
+    for each, place in places.items():
+        claim(place, each)
+        before = read_curve(place)
         if before.reaches(each.steps):
             found[each] = before
         else:
-            waiting[there.remote(each.model_dump())] = each
+            waiting[there.remote(each.model_dump(), breaking)] = each
     while waiting:
         done, _ = ray.wait(list(waiting), num_returns=1)
         for reference in done:
             each = waiting.pop(reference)
             found[each] = ray.get(reference)
-            CurveFile(folder / folder_of(each), found[each])
+            CurveFile(places[each], found[each])
         watched.look()
-    return [found[each] for each in trainings]
+    return {each: found[each] for each in places}
 
 
-def _train_there(values: Mapping[str, Any]) -> Curve:
+def _train_there(values: Mapping[str, Any], breaking: bool) -> Curve:
     """On a node that need not share a disk with this one."""
     with tempfile.TemporaryDirectory() as folder:
-        return train(Training.parse(values), Path(folder))
+        return _train(Training.parse(values), Path(folder), breaking)
 
 
 def _repeated(values: Sequence[Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lsverify.report import HEADERS, row
 from lsverify.whole_files import write_whole
 
 MODES = ("offline", "online", "disabled")
+UPLOAD_SECONDS = 120  # without a limit a run whose network is lost waits for it for ever
 
 
 def check_mode(mode: str) -> None:
@@ -24,7 +25,7 @@ def check_mode(mode: str) -> None:
         raise InputError(f"wandb {mode!r} is not known: use one of {', '.join(MODES)}")
     if mode != "disabled" and importlib.util.find_spec("wandb") is None:
         raise InputError(
-            "wandb is not installed: pip install 'lsverify[wandb]', or leave --wandb out"
+            "wandb is not installed: pip install 'lsverify[wandb]', or use --wandb disabled"
         )
 
 
@@ -43,7 +44,7 @@ def log(
         "cases": [case.config.model_dump() for case in receipt.cases],
     }
     scalars = {k: v for case in receipt.cases for k, v in _scalars(case).items()}
-    with _started(mode, folder, project, "gate", config) as run:
+    with started(mode, folder, project, "gate", config) as run:
         import wandb
 
         cases = wandb.Table(columns=list(HEADERS), data=[row(case) for case in receipt.cases])
@@ -67,7 +68,7 @@ def log_ablation(
         "objective": ablation.objective,
     }
     scalars = {k: v for found in ablation.rows for k, v in _of_row(found).items()}
-    with _started(mode, folder, project, "ablate", config) as run:
+    with started(mode, folder, project, "ablate", config) as run:
         import wandb
 
         tables = {
@@ -80,36 +81,64 @@ def log_ablation(
 
 
 @contextmanager
-def _started(
-    mode: str, folder: Path | None, project: str, job: str, config: dict[str, Any]
+def started(
+    mode: str,
+    folder: Path | None,
+    project: str,
+    job: str,
+    config: dict[str, Any],
+    **named: str,
 ) -> Iterator[Any]:
-    """A run that is finished at the end, whatever happens inside."""
+    """A run that is finished at the end, whatever happens inside; `named`: its group, name or id. Raises `InputError`."""
     import wandb
 
     where = folder or Path.cwd()
     where.mkdir(parents=True, exist_ok=True)
     try:
         run = wandb.init(
-            settings=wandb.Settings(silent=True, console="off"),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                finish_timeout=UPLOAD_SECONDS,
+                finish_timeout_raises=True,
+            ),
             project=project,
             job_type=job,
             mode=mode,  # type: ignore[arg-type]
             dir=str(where),
             config=config,
+            **named,  # type: ignore[arg-type]
         )
     except wandb.Error as error:
         raise InputError(f"wandb {mode}: {error} (--wandb offline needs no network)") from None
     try:
         yield run
     finally:
-        run.finish()
+        try:
+            run.finish()
+        except TimeoutError:
+            raise InputError(
+                f"wandb {mode}: not all was sent in {UPLOAD_SECONDS} s: wandb sync {Path(run.dir).parent} sends the rest"
+            ) from None
 
 
-def _kept(run: Any, name: str, content: str) -> Path:
-    """Keep a file in the run; returns the run's folder. No artifact: offline, one is staged outside the run's folder."""
-    file = Path(run.dir) / name
-    write_whole(file, content)
-    run.save(str(file), base_path=run.dir)
+def _kept(run: Any, name: str, content: str | bytes) -> Path:
+    """Keep a file in the run; returns the run's folder."""
+    write_whole(Path(run.dir) / name, content)
+    run.save(str(Path(run.dir) / name), base_path=run.dir)
+    return Path(run.dir).parent
+
+
+def keep_files(run: Any, name: str, kind: str, files: Sequence[Path]) -> Path:
+    """Keep copies of files in the run and log them as one artifact; returns the run's folder."""
+    import wandb
+
+    copies = [_kept(run, file.name, file.read_bytes()) / "files" / file.name for file in files]
+    artifact = wandb.Artifact(name, kind)
+    for copy in copies:
+        # By default wandb makes a second copy of what may change.
+        artifact.add_file(str(copy), policy="immutable", skip_cache=True)
+    run.log_artifact(artifact)
     return Path(run.dir).parent
 
 

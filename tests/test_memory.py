@@ -226,7 +226,7 @@ def test_phases_add_up_and_keep_the_larger_peak(monkeypatch):
     peaks = iter([5, 9, 7])
     monkeypatch.setattr(memory, "_synchronised_clock", lambda: next(ticks))
     monkeypatch.setattr(
-        memory._HighWaterMark, "read", lambda _: Resident(baseline=1, peak=next(peaks))
+        memory.HighWaterMark, "read", lambda _: Resident(baseline=1, peak=next(peaks))
     )
     phases = Phases()
     with phases("replay"):

@@ -20,7 +20,7 @@ from lsverify.rollouts_online import (
 )
 from lsverify.scoring import full_score
 
-ARCHS = ("llama", "qwen3_5", "mamba2")
+ARCHS = ("llama", "mistral", "qwen3_5", "glm_moe_dsa", "mamba2")
 
 
 @pytest.fixture(scope="module")

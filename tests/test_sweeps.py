@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import sys
-import types
 
 import pytest
-from small_trainings import SMALL, curve_of, shorter_test
+from small_trainings import SMALL, cluster_of_one, curve_of, shorter_test, small
 
 from lsverify import sweeps
 from lsverify.curves import Curve, TestRow, read_curve
-from lsverify.errors import InputError
+from lsverify.errors import InputError, TrainingBroke
 from lsverify.sweeps import Sweep, folder_of, run
 
 TINY = SMALL | {"steps": 2, "compare_every": 0}
@@ -21,27 +20,8 @@ def sweep(**fields):
 
 @pytest.fixture
 def ray(monkeypatch):
-    """A cluster of one that trains when its results are waited for."""
-    begun = []
-
-    class Remote:
-        def __init__(self, function):
-            self._function = function
-
-        def remote(self, *arguments):
-            begun.append(arguments)
-            return lambda: self._function(*arguments)
-
-    found = types.ModuleType("ray")
-    found.is_initialized = lambda: bool(begun)
-    found.init = lambda: None
-    found.remote = Remote
-    found.wait = lambda waiting, num_returns: (waiting[-num_returns:], waiting[:-num_returns])
-    found.get = lambda reference: reference()
-    found.begun = begun
-    monkeypatch.setitem(sys.modules, "ray", found)
     shorter_test(monkeypatch)
-    return found
+    return cluster_of_one(monkeypatch)
 
 
 def test_a_sweep_is_every_combination_each_in_a_folder_of_its_own():
@@ -107,11 +87,12 @@ def test_time_left_follows_from_the_steps_of_this_run_alone(tmp_path, monkeypatc
     lines = b'{"kind": "test"}\n{"kind": "step"}\n{"kind": "step"}\n'
     clock = iter([100.0, 100.0, 110.0])
     monkeypatch.setattr(sweeps.time, "perf_counter", lambda: next(clock))
-    files = [tmp_path / folder_of(each) / "curve.jsonl" for each in wanted.trainings()]
+    places = {each: tmp_path / folder_of(each) for each in wanted.trainings()}
+    files = [place / "curve.jsonl" for place in places.values()]
     for file in files:
         file.parent.mkdir(parents=True)
     files[0].write_bytes(lines)
-    watched = sweeps._Watched(wanted.trainings(), tmp_path, lambda progress: None)
+    watched = sweeps._Watched(places, lambda progress: None)
     files[1].write_bytes(lines[:-17])
     found = watched.look()
     assert (found.done, found.finished, found.steps) == (3, 1, 6)
@@ -134,6 +115,15 @@ def test_the_same_sweep_goes_to_ray_and_is_not_sent_twice(tmp_path, ray):
         assert read_curve(tmp_path / "sweep" / folder_of(each)) == curve
     assert run(wanted, tmp_path / "sweep", engine="ray") == found
     assert len(ray.begun) == 2
+
+
+def test_a_training_that_breaks_gives_what_it_has_where_that_is_allowed(tmp_path, ray):
+    wild = small(**TINY | {"lr": 1e300})
+    with pytest.raises(TrainingBroke):
+        sweeps.trained({wild: tmp_path / "refused"}, engine="ray")
+    found = sweeps.trained({wild: tmp_path / "allowed"}, engine="ray", breaking=True)[wild]
+    assert found.rows
+    assert not found.reaches(wild.steps)
 
 
 def test_without_ray_its_engine_is_refused_in_one_line(tmp_path, monkeypatch):

@@ -9,30 +9,11 @@ import math
 import pytest
 import wandb
 from judged import made_up, receipt_of
+from offline_runs import at_home, records
 
 from lsverify import evidence, tracking
 from lsverify.errors import InputError
 from lsverify.report import HEADERS, row
-
-BLOCK, HEADER = 32768, 7
-
-
-def records(file):
-    """The protobuf records of an offline run: LevelDB's log format behind wandb's seven bytes."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, whole = file.read_bytes(), HEADER, b""
-    assert data.startswith(b":W&B")
-    while at + HEADER <= len(data):
-        if BLOCK - at % BLOCK < HEADER:
-            at += BLOCK - at % BLOCK
-            continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        whole += data[at + HEADER : at + HEADER + size]
-        at += HEADER + size
-        if kind in (1, 4):  # whole, or the last part
-            yield Record.FromString(whole)
-            whole = b""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +21,7 @@ def logged(tmp_path_factory):
     """A receipt and the folder of its offline run."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("home")
-        for name in ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-            patch.setenv(name, str(home))
-        patch.delenv("WANDB_API_KEY", raising=False)
-        # No host to be reached: an attempt to use the network would fail.
-        patch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+        at_home(patch, home)
         receipt = receipt_of(
             made_up(), made_up(status="failed", number=math.nan), command=("gate", "--quick")
         )
@@ -124,6 +101,23 @@ def test_online_without_a_key_is_refused_in_one_line(tmp_path, monkeypatch):
     ) as caught:
         tracking.log(receipt_of(made_up()), mode="online", folder=tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_network_that_is_lost_is_not_waited_for(tmp_path, monkeypatch):
+    class Run:
+        dir = str(tmp_path / "run-1" / "files")
+
+        def finish(self):
+            raise TimeoutError
+
+    begun = []
+    monkeypatch.setattr(wandb, "init", lambda **named: begun.append(named["settings"]) or Run())
+    with (
+        pytest.raises(InputError, match=r"not all was sent in 120 s: wandb sync .*run-1 sends"),
+        tracking.started("online", tmp_path, "lsverify", "gate", {}),
+    ):
+        pass
+    assert (begun[0].finish_timeout, begun[0].finish_timeout_raises) == (120, True)
 
 
 def test_unknown_modes_and_a_missing_package_are_refused(monkeypatch):
