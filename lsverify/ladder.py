@@ -47,8 +47,8 @@ from lsverify.unreadable import unreadable
 def judge(config: CaseConfig, *, brief: bool = False) -> CaseReceipt:
     """Run one case through every rung up to the required one and write down what was shown.
 
-    brief: for counts over many cases. The path runs twice and not a third time to be weighed, and no rung beyond the
-    first that does not hold is judged; the rungs that are, are judged alike.
+    brief: for counts over many cases. No rung beyond the first that does not hold is judged. The path is not weighed, and it
+    runs a second time only if its first run holds up to `gradient`; the rungs that are judged, are judged alike.
 
     Raises `InputError` for what the user must mend; whatever a path raises is evidence against it.
     """
@@ -72,6 +72,8 @@ def judge(config: CaseConfig, *, brief: bool = False) -> CaseReceipt:
         return unreadable(config, setting, error)
 
 
+# What a second run may belie.
+SEEN_TWICE: tuple[RungName, ...] = ("execution", "gradient")
 _NOT_OF_THE_SETTING: dict[str, Any] = {
     "policy": None,
     "candidate": None,
@@ -125,7 +127,7 @@ def _judged(
         if claim.shares:
             referee.require_shareable()
             warn_unshared(setting.problem)
-    later = (timed(fresh(), *step),) + (() if brief else (weighed(fresh(), *step),))
+    later: tuple[Run, ...] = () if brief else (timed(fresh(), *step), weighed(fresh(), *step))
     held_to = claim
     if config.reference == "full":
         policy = claim.policy and parse_policy("exact")
@@ -145,10 +147,13 @@ def _judged(
     for name in RUNGS:
         if name not in wanted:
             reason = f"not asked for: --require {config.require}"
-        elif brief and rungs and not rungs[-1].holds:
-            reason = f"{rungs[-1].name} does not hold"
+        elif brief and (wrong := [rung.name for rung in rungs if not rung.holds]):
+            reason = f"{wrong[0]} does not hold"
         else:
             rungs.append(judged[name]())
+            if brief and name == "gradient" and rungs[-1].holds:
+                later = (timed(fresh(), *step),)
+                rungs = [judged[r.name]() if r.name in SEEN_TWICE else r for r in rungs]
             continue
         rungs.append(Rung(name=name, status="not_run", detail=reason))
     return CaseReceipt(
@@ -170,7 +175,7 @@ def _judged(
         parameters=parameters(against_claim, against_full),
         accounting={}
         if brief
-        else account(claim, referee, chunk=config.chunk, run=run, again=later[0], weight=later[1]),
+        else account(claim, referee, chunk=config.chunk, run=run, again=later[0], weight=later[-1]),
         config=config,
         problem=setting.problem.content_hash(),
         warnings=(

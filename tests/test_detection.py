@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from test_subtle_candidates import CALLS
 
 from lsverify import detection
 from lsverify.cli import run
@@ -82,6 +83,15 @@ def test_a_brief_verdict_is_the_ladders_up_to_the_rung_that_refuses(name):
     assert brief.rungs[: refused + 1] == whole.rungs[: refused + 1]
     assert {rung.status for rung in brief.rungs[refused + 1 :]} <= {"not_run"}
     assert brief.accounting == {}
+
+
+def test_a_brief_verdict_runs_a_second_time_what_holds_the_first():
+    CALLS.clear()
+    candidate = "test_subtle_candidates:leaves_eval_mode_the_second_time"
+    case = CaseConfig(arch="llama", candidate=candidate, training=True, **SMALL)
+    rungs = {rung.name: rung for rung in detection.judge(case, brief=True).rungs}
+    assert rungs["execution"].detail.startswith("in run 2: training was True and is False")
+    assert rungs["optimizer_delta"].status == "not_run"
 
 
 def test_the_record_counts_misses_wrong_rungs_and_alarms():
