@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_subtle_candidates import CALLS
 
 from lsverify import detection
 from lsverify.cli import run
 from lsverify.detection import Trial, cases, effect, tried
-from lsverify.detection_record import Record
+from lsverify.detection_record import Record, markdown
 from lsverify.detection_runs import PATIENCE, continued, rerun
 from lsverify.evidence import CaseConfig
 from lsverify.faults import FAULTS
@@ -197,3 +199,15 @@ def test_the_command_writes_a_record_and_goes_on_with_it(tmp_path, capsys):
 def test_bad_input_is_one_line_and_two(given, told, capsys):
     assert run(["faults", *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_matrix_that_is_read_is_that_of_the_records():
+    folder = Path(__file__).parent.parent
+    records = [read_record(Record, file) for file in sorted(folder.glob("fixtures/faults/*.json"))]
+    assert records
+    assert (folder / "docs/detection.md").read_text() == markdown(records)
+    for record in records:
+        assert record.faults.keys() == FAULTS.keys()
+        assert not record.misses
+        assert not record.alarms
+        assert min(row.caught / row.eligible for row in record.faults.values()) >= 0.99
