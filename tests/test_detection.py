@@ -96,6 +96,11 @@ def test_a_brief_verdict_runs_a_second_time_what_holds_the_first():
     assert rungs["optimizer_delta"].status == "not_run"
 
 
+def test_a_brief_verdict_tells_noise_from_a_wrong_gradient():
+    case = FAULTS["noise_in_the_gradient"].config("llama", **SMALL)
+    assert detection.judge(case, brief=True).rungs[3].status == "nondeterministic"
+
+
 def test_the_record_counts_misses_wrong_rungs_and_alarms():
     record = Record(dtype="float64")
     record.add(
