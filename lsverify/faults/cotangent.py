@@ -233,9 +233,7 @@ FAULTS = (
     Fault(path=swept_and_claimed_detached, report="ST-09", rung="gradient", points_at=MISMATCH),
     Fault(path=siblings_share_one_detached_state, report="", rung="gradient", points_at=MISMATCH),
     Fault(path=state_kept_in_bfloat16, report="PR-01", rung="forward", points_at=DECIDED),
-    Fault(
-        path=state_kept_in_float32, report="PR-03", rung="forward", points_at=DECIDED
-    ),
+    Fault(path=state_kept_in_float32, report="PR-03", rung="forward", points_at=DECIDED),
     Fault(
         path=oldest_token_evicted,
         report="CS-01",
