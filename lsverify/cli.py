@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
-from lsverify import cli_files
+from lsverify import cli_files, cli_report
 from lsverify.cli_candidates import candidates
 from lsverify.cli_faults import alarms, faults, floors
 from lsverify.cli_nightly import nightly
@@ -461,6 +461,7 @@ app.command()(alarms)
 app.command()(faults)
 app.command()(floors)
 app.command()(nightly)
+app.command()(cli_report.report)
 cli_files.register(app)
 
 

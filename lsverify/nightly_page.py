@@ -35,12 +35,12 @@ COMPARED: tuple[tuple[str, str, Callable[[StepRow], float | None]], ...] = (
     (
         "Cosine of the gradient to full autograd's",
         "cosine",
-        lambda row: row.to_full and row.to_full.cosine,
+        lambda row: row.to_full.cosine if row.to_full else None,
     ),
     (
         "Relative L2 of the gradient to full autograd's",
         "relative L2",
-        lambda row: row.to_full and row.to_full.rel_l2,
+        lambda row: row.to_full.rel_l2 if row.to_full else None,
     ),
 )
 

@@ -24,7 +24,7 @@ Curves = Mapping[str, Sequence[Curve]]
 CONFIDENCE = 0.95
 BLOCKS = 25  # of steps, over which what is noisy from step to step is averaged
 POINTS = 100
-BINS = np.linspace(0, POINTS, 21)
+NARROWEST = 5.0  # points, of a bar of a histogram
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _ends(values: Mapping[str, Array]) -> str:
 
 def gaps(found: Comparison, seen: Mapping[str, Look]) -> Plot:
     """Each arm's gap with its interval, and the margin."""
-    rows = (*found.arms, found.yardstick, found.control)
+    rows = (*found.arms, found.yardstick)  # the control is too far off to be shown beside them
     margin = POINTS * found.yardstick.margin
 
     def draw(axes: Any) -> None:
@@ -178,19 +178,21 @@ def distributions(curves: Curves, seen: Mapping[str, Look]) -> Plot:
     rows = {"before training": start} | {
         arm: np.ravel([curve.end.rewards for curve in own]) for arm, own in curves.items()
     }
-    shares = {
-        name: np.histogram(np.minimum(POINTS * own, POINTS), BINS)[0] / len(own)
-        for name, own in rows.items()
-    }
+    values = np.unique(POINTS * np.concatenate(list(rows.values())).round(9))
+    width = max(
+        NARROWEST, np.diff(values).min(initial=POINTS)
+    )  # a bar for each value, if they are few
+    edges = np.arange(-width / 2, POINTS + width, width)
+    shares = {name: np.histogram(POINTS * own, edges)[0] / len(own) for name, own in rows.items()}
     most = max(share.max() for share in shares.values())
 
     def draw(axes: Any) -> None:
         for place, (name, own) in enumerate(rows.items()):
             look = seen.get(name, Look(SOFT))
             axes.bar(
-                BINS[:-1],
+                edges[:-1],
                 -0.85 * shares[name] / most,
-                width=BINS[1],
+                width=width,
                 bottom=place + 0.9,
                 align="edge",
                 color=look.colour,
@@ -204,7 +206,7 @@ def distributions(curves: Curves, seen: Mapping[str, Look]) -> Plot:
             )
             axes.axhline(place + 0.9, color=GRID, lw=0.6)
         axes.set_yticks([place + 0.6 for place in range(len(rows))], list(rows))
-        axes.set(xlabel="mean reward of a test prompt (percent points)", xlim=(0, POINTS))
+        axes.set(xlabel="mean reward of a test prompt (percent points)", xlim=(edges[0], edges[-1]))
         axes.set_ylim(len(rows), -0.05)
         axes.spines["left"].set_visible(False)
         axes.tick_params(axis="y", length=0)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from lsverify.ablation_report import Sheet
+from lsverify.equivalence import Margin
 from lsverify.nightly_record import EntryRecord, Nightly
 from lsverify.report import number
 from lsverify.stats import Correlation, Estimate
@@ -13,7 +14,15 @@ from lsverify.verdicts import Verdict
 
 MIB = 2**20
 POINTS = 100
-VERDICTS = ("arm", "stands", "gap (points)", "tonight", "reward", "worst seed", "to decide")
+VERDICTS = (
+    "arm",
+    "stands",
+    "gap (points)",
+    "tonight",
+    "reward (points)",
+    "worst seed",
+    "to decide",
+)
 UNIT = "Points are percent points of test reward: 100 is every answer right."
 
 
@@ -44,11 +53,12 @@ def learned(entry: EntryRecord) -> str:
     found = entry.comparison
     if found is None or entry.gain is None:
         return ""
+    margin = Margin()
     return (
         f"Full autograd went from {_points(found.start_reward)} to {_points(found.reference_reward)} points, a gain of "
         f"{_interval(entry.gain)}. Seeds: {len(entry.seeds)}, {len(entry.fresh)} of them fresh; look {entry.look} of this "
-        f"version, level {found.level:.2g}. The margin is {_points(found.yardstick.margin)} points: 5% of full's reward and "
-        "20% of its gain, whichever is less."
+        f"version, level {found.level:.2g}. The margin is {_points(found.yardstick.margin)} points: "
+        f"{100 * margin.of_reward:.0f}% of full's reward or {100 * margin.of_gain:.0f}% of its gain, whichever is less."
     )
 
 
@@ -88,38 +98,42 @@ def step_by_step(entry: EntryRecord) -> str:
 
 
 def distributions(entry: EntryRecord) -> Sheet:
-    rows = []
-    for arm in entry.arms:
-        own, apart = arm.distribution, arm.distances
-        far = (apart.ks, apart.superiority, apart.wasserstein, apart.energy) if apart else ()
-        scales = (1, 1, POINTS, 1)
-        rows.append(
-            (
-                arm.arm,
-                _interval(own.mean, signed=False),
-                _points(own.iqm.value),
-                _points(own.spread),
-                " / ".join(map(_points, own.seed_quantiles)),
-                *(f"{s * d.value:.2g} (p {d.p:.2g})" for s, d in zip(scales, far, strict=False)),
-                *("-" for _ in range(4 - len(far))),
-                ", ".join(map(str, arm.broken)) or "-",
-            )
-        )
     return Sheet(
         key=f"distributions_{entry.entry.name}",
-        title="Test rewards after training (points), and how far each distribution is from full autograd's",
+        title="Test rewards after training (points)",
         headers=(
             "arm",
             "mean (95%)",
             "interquartile mean",
             "spread over seeds",
             "seeds: least / quartiles / most",
-            "Kolmogorov-Smirnov",
-            "superiority",
-            "Wasserstein (points)",
-            "energy",
             "seeds that broke off",
         ),
+        rows=[
+            (
+                arm.arm,
+                _interval(arm.distribution.mean, signed=False),
+                _points(arm.distribution.iqm.value),
+                _points(arm.distribution.spread),
+                " / ".join(map(_points, arm.distribution.seed_quantiles)),
+                ranges(arm.broken) or "none",
+            )
+            for arm in entry.arms
+        ],
+    )
+
+
+def distances(entry: EntryRecord) -> Sheet:
+    """Of the arms' distributions to the reference's."""
+    rows = []
+    for arm in entry.arms:
+        if (found := arm.distances) is not None:
+            named = ((found.ks, 1), (found.superiority, 1), (found.wasserstein, POINTS), (found.energy, 1))  # fmt: skip
+            rows.append((arm.arm, *(f"{scale * d.value:.2g} (p {d.p:.2g})" for d, scale in named)))
+    return Sheet(
+        key=f"distances_{entry.entry.name}",
+        title="How far each distribution is from full autograd's",
+        headers=("arm", "Kolmogorov-Smirnov", "superiority", "Wasserstein (points)", "energy"),
         rows=rows,
     )
 
@@ -294,7 +308,7 @@ def _points(reward: float) -> str:
 
 
 def _signed(gap: float) -> str:
-    return f"{POINTS * gap:+.1f}"
+    return f"{POINTS * gap:+.1f}" if gap else "0"
 
 
 def _interval(found: Estimate, *, signed: bool = True) -> str:

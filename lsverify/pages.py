@@ -6,10 +6,10 @@ page's style sheet; text stays text.
 
 from __future__ import annotations
 
-import hashlib
 import html
 import importlib.util
 import io
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +56,7 @@ STYLE = {
     "legend.fontsize": 8,
 }
 SIZE = (4.4, 3.0)
+NAMED = re.compile(r'( id="|url\(#|href="#)')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ def absent(name: str) -> str | None:
 def render(template: str, **values: Any) -> str:
     """A page from the template file of this name. Needs the `report` extra (see `absent`)."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=FileSystemLoader(FOLDER),
@@ -86,6 +88,13 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    shown = itertools.count()
+
+    def own(svg: Markup) -> Markup:
+        """The element with names that no other has, since two plots, or one shown twice, may be equal."""
+        return Markup(NAMED.sub(rf"\1p{next(shown)}-", str(svg)))
+
+    environment.filters["own"] = own
     environment.globals["STATUSES"] = {*get_args(Status), *get_args(Decision), "pass", "FAIL"}
     return environment.get_template(template).render(**values)
 
@@ -99,9 +108,9 @@ def plot(
 ) -> Plot:
     """What `draw` puts on the axes, as an SVG element as wide as its place; `size` in inches sets its shape and font."""
     import matplotlib
+    from markupsafe import Markup
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
-    from markupsafe import Markup
 
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
@@ -124,8 +133,7 @@ def swatch(name: str, line: dict[str, Any]) -> Plot:
 
 
 def _element(document: str, title: str, says: str) -> str:
-    """The SVG element alone, labelled, without sizes and fonts of its own; names that it refers to are its own in any page."""
-    own = f"p{hashlib.sha256(f'{title}{document}'.encode()).hexdigest()[:8]}-"
+    """The SVG element alone, labelled, without sizes and fonts of its own, and with no names but those that it refers to."""
     text = document[document.index("<svg") :].replace("xlink:href", "href")
     label = html.escape(f"{title}. {says}", quote=True)
     text = re.sub(
@@ -137,8 +145,5 @@ def _element(document: str, title: str, says: str) -> str:
     text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*(; )?", "", text)
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    text = re.sub(
-        r' id="([^"]+)"', lambda found: f' id="{own}{found[1]}"' if found[1] in used else "", text
-    )
-    text = re.sub(r'(url\(#|href="#)', rf"\1{own}", text)
+    text = re.sub(r' id="([^"]+)"', lambda found: found[0] if found[1] in used else "", text)
     return re.sub("|".join(VARIABLES), lambda found: f"var(--{VARIABLES[found[0]]})", text)

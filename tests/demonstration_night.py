@@ -168,7 +168,7 @@ def entries(steps, seeds):
     )
 
 
-def make(folder: Path, monkeypatch, *, steps=24, seeds=4):
+def make(folder: Path, monkeypatch, *, steps=24, seeds=8):
     """Trainings of these sizes, a receipt and an ablation, in `folder`."""
     made_up(monkeypatch, curve, version="3105a48c-0ebeb4")
     spend(folder, entries(steps, seeds), command=("nightly", "--out", "lsverify-nightly"))
