@@ -284,16 +284,16 @@ def write(ablation: Ablation, folder: Path) -> str | None:
 
     Raises `InputError` when the folder cannot be written to.
     """
-    from lsverify import ablation_page
+    from lsverify import ablation_page, pages
 
-    absent = ablation_page.absent()
+    absent = pages.absent(ablation_page.PAGE)
     try:
         write_whole(folder / "ablation.json", ablation.model_dump_json(indent=1) + "\n")
         write_whole(
             folder / "ablation.md", f"# Ablation of detach policies\n\n{markdown(ablation)}"
         )
         if absent is None:
-            write_whole(folder / "ablation.html", ablation_page.render(ablation))
+            write_whole(folder / ablation_page.PAGE, ablation_page.render(ablation))
     except OSError as error:
         raise InputError(f"out {str(folder)!r} cannot be written to ({error.strerror})") from None
     return absent

@@ -20,6 +20,7 @@ from lsverify.cli_faults import alarms, faults, floors
 from lsverify.cli_gate import gate, repeat, schema, table
 from lsverify.cli_measure import ablate, archs, bench, doctor, inventory
 from lsverify.cli_nightly import nightly
+from lsverify.cli_report import report
 from lsverify.errors import InputError
 
 # Exit codes that typer itself gives: after Ctrl-C, and when nobody reads on.
@@ -56,7 +57,7 @@ def main() -> None:
 # In the order of `lsverify --help`.
 for command in (
     *(gate, repeat, table, inventory, archs, bench, doctor, schema, ablate),
-    *(candidates, alarms, faults, floors, nightly),
+    *(candidates, alarms, faults, floors, nightly, report),
 ):
     app.command()(command)
 cli_files.register(app)
