@@ -24,6 +24,7 @@ APPENDED = {
     "faults": "--problems 1 --workers 1 --fault signs_only".split(),
     "ablate": "--arch llama --lengths 9 --group-size 2 --response-length 3,1".split(),
     "nightly": ["--help"],  # minutes; tests/test_cli_nightly.py spends small nights
+    "report": ["--help"],  # of a night
     "bench": "--prompt-length 33 --response-length 4 --group-size 2 --layers 2 --width 32 --path exact --path detach".split(),
 }
 # A pretrained model also in float64, stopped as well as full, is minutes: here it climbs two rungs with one policy.
