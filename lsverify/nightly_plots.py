@@ -227,7 +227,7 @@ def bias_and_gap(biases: Mapping[str, Bias], seen: Mapping[str, Look]) -> Plot:
         axes.axhline(0, color=SOFT, lw=0.8)
         for arm, bias in biases.items():
             look, lost = seen[arm], -POINTS * np.array(bias.gap_by_seed)
-            axes.plot(bias.by_seed, lost, ".", color=look.colour, alpha=0.45, ms=5, mew=0)
+            axes.plot(bias.by_seed, lost, "o", color=look.colour, alpha=0.4, ms=3.5, mew=0)
             mean, half = band(lost[:, None])
             axes.errorbar(
                 [bias.rel_l2], mean, np.nan_to_num(half), fmt=look.marker, color=look.colour, ms=6

@@ -207,7 +207,7 @@ def spans(entry: EntryRecord, of: str) -> Sheet:
 def drift(entry: EntryRecord) -> Sheet:
     return Sheet(
         key=f"drift_{entry.entry.name}",
-        title=f"{entry.entry.name}: kept states against fresh captures; the last age of each interval is the oldest state used",
+        title=f"{entry.entry.name}: kept states against fresh captures; a state is replaced at the last age of its interval",
         headers=(
             "steps a capture serves",
             "age (steps)",
