@@ -194,7 +194,7 @@ def spans(entry: EntryRecord, of: str) -> Sheet:
         headers=("tokens", "prompts", "full", *arms),
         rows=[
             (
-                str(span.low) if span.low == span.high else f"{span.low} to {span.high}",
+                str(span.low) if span.low == span.high else f"{span.low}\N{EN DASH}{span.high}",
                 str(span.prompts),
                 _points(span.reference_reward),
                 *(_interval(span.gaps[arm]) for arm in arms),
