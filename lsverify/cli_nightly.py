@@ -48,6 +48,7 @@ def nightly(
     """
     from lsverify import report, tracking
     from lsverify.nightly import night
+    from lsverify.nightly_page import write_page
     from lsverify.nightly_record import RECORD, Nightly
     from lsverify.nightly_report import show
     from lsverify.nightly_suite import read_suite, shipped
@@ -65,6 +66,10 @@ def nightly(
 
     def finish(record: Nightly) -> None:
         files = [out / RECORD]
+        try:
+            files.append(write_page(out))
+        except InputError as error:  # a page that cannot be drawn loses no night
+            note(str(error))
         log_night(record, out, mode=wandb, files=files, warn=note)
 
     with bar() as progress:

@@ -128,3 +128,39 @@ def letter_of(trial: Trial) -> str:
 
 def share(part: int, whole: int) -> str:
     return f"{100 * part / whole:.4g}%" if whole else "-"
+
+
+def markdown(records: Iterable[Record]) -> str:
+    """docs/detection.md: the matrix of each record, and every trial that was not as it must be."""
+    text = [INTRODUCTION]
+    for record in records:
+        text += [f"## {record.dtype}", "", f"{record.summary()}.", ""]
+        shown = [f"- {_told(trial)}" for trial in record.shown]
+        text += [*(shown or ["Nothing was missed, refused elsewhere, or accused."]), ""]
+        table = [list(COLUMNS), ["---"] * len(COLUMNS), *record.rows()]
+        text += [f"| {' | '.join(cells)} |" for cells in table] + [""]
+    return "\n".join(text)
+
+
+def _told(trial: Trial) -> str:
+    where = f"`{trial.fault}` on {trial.arch}, problem {trial.number}"
+    return f"{where}: {trial.outcome}{'' if trial.pointed else ', not pointed at'}: {trial.detail}"
+
+
+INTRODUCTION = """# The detection matrix
+
+Every planted fault ([what they are](faults.md)) on problems drawn by their number, and honest paths among them. Made by
+`lsverify faults --problems 300 --workers 2 --out fixtures/faults/float64.json` (it goes on where the record ends), written here
+by `python -m lsverify.detection_record fixtures/faults/*.json > docs/detection.md`, and run again in parts by `ci/test.sh`.
+`eligible`: problems on which the fault does something, measured without the ladder. The columns after it count by which rung it
+was refused there. `caught`: by the rung that must; `pointed`: and in words that point at the right place.
+"""
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    from lsverify.whole_files import read_record
+
+    sys.stdout.write(markdown(read_record(Record, Path(name)) for name in sys.argv[1:]))

@@ -48,7 +48,7 @@ def judge(config: CaseConfig, *, brief: bool = False) -> CaseReceipt:
     """Run one case through every rung up to the required one and write down what was shown.
 
     brief: for counts over many cases. No rung beyond the first that does not hold is judged. The path is not weighed, and it
-    runs a second time only if its first run holds up to `gradient`; the rungs that are judged, are judged alike.
+    runs a second time only where `forward` holds; the rungs that are judged, are judged alike.
 
     Raises `InputError` for what the user must mend; whatever a path raises is evidence against it.
     """
@@ -72,8 +72,6 @@ def judge(config: CaseConfig, *, brief: bool = False) -> CaseReceipt:
         return unreadable(config, setting, error)
 
 
-# What a second run may belie.
-SEEN_TWICE: tuple[RungName, ...] = ("execution", "gradient")
 _NOT_OF_THE_SETTING: dict[str, Any] = {
     "policy": None,
     "candidate": None,
@@ -145,15 +143,15 @@ def _judged(
     }
     rungs: list[Rung] = []
     for name in RUNGS:
+        if brief and name == "gradient" and all(rung.holds for rung in rungs):
+            later = (timed(fresh(), *step),)
+            rungs[RUNGS.index("execution")] = judged["execution"]()
         if name not in wanted:
             reason = f"not asked for: --require {config.require}"
         elif brief and (wrong := [rung.name for rung in rungs if not rung.holds]):
             reason = f"{wrong[0]} does not hold"
         else:
             rungs.append(judged[name]())
-            if brief and name == "gradient" and rungs[-1].holds:
-                later = (timed(fresh(), *step),)
-                rungs = [judged[r.name]() if r.name in SEEN_TWICE else r for r in rungs]
             continue
         rungs.append(Rung(name=name, status="not_run", detail=reason))
     return CaseReceipt(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from test_subtle_candidates import CALLS
 
 from lsverify import detection
 from lsverify.cli import run
 from lsverify.detection import Trial, cases, effect, tried
-from lsverify.detection_record import Record
+from lsverify.detection_record import Record, markdown
 from lsverify.detection_runs import PATIENCE, continued, rerun
 from lsverify.evidence import CaseConfig
 from lsverify.faults import FAULTS
@@ -92,6 +94,11 @@ def test_a_brief_verdict_runs_a_second_time_what_holds_the_first():
     rungs = {rung.name: rung for rung in detection.judge(case, brief=True).rungs}
     assert rungs["execution"].detail.startswith("in run 2: training was True and is False")
     assert rungs["optimizer_delta"].status == "not_run"
+
+
+def test_a_brief_verdict_tells_noise_from_a_wrong_gradient():
+    case = FAULTS["noise_in_the_gradient"].config("llama", **SMALL)
+    assert detection.judge(case, brief=True).rungs[3].status == "nondeterministic"
 
 
 def test_the_record_counts_misses_wrong_rungs_and_alarms():
@@ -197,3 +204,15 @@ def test_the_command_writes_a_record_and_goes_on_with_it(tmp_path, capsys):
 def test_bad_input_is_one_line_and_two(given, told, capsys):
     assert run(["faults", *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_matrix_that_is_read_is_that_of_the_records():
+    folder = Path(__file__).parent.parent
+    records = [read_record(Record, file) for file in sorted(folder.glob("fixtures/faults/*.json"))]
+    assert records
+    assert (folder / "docs/detection.md").read_text() == markdown(records)
+    for record in records:
+        assert record.faults.keys() == FAULTS.keys()
+        assert not record.misses
+        assert not record.alarms
+        assert min(row.caught / row.eligible for row in record.faults.values()) >= 0.99

@@ -154,3 +154,11 @@ def test_vespo_weighs_by_the_samplers_correction_in_the_precision_of_the_log_pro
     assert part(corrected)[0] != value
     for objective in (plain, corrected):
         assert prepare(objective, problem()).part(0, f64(LOGP).float()).dtype == torch.float32
+
+
+def test_a_weight_at_its_bound_is_not_beyond_it():
+    """Ratios of exactly 1/2 and 2 at the edges 1 - 0.5 and 1 + 1."""
+    objective = preset("grpo", advantage="none", clip="cispo", epsilon_low=0.5, epsilon_high=1.0)
+    plan = prepare(objective, problem().replace_logps(old=[f64((0.0, 0.0))] * 2))
+    assert plan.clip_side(0, f64((math.log(0.5), math.log(2.0)))).tolist() == [0, 0]
+    assert plan.clip_side(0, f64((math.log(0.49), math.log(2.1)))).tolist() == [-1, 1]

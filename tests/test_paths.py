@@ -136,9 +136,20 @@ def test_the_batched_form_returns_the_same(oracle, padding):
     problem = problem_for(model, **UNEVEN)
     serial = full_autograd(model, problem, GRPO)
     batched = full_autograd(model, problem, GRPO, batched=True, padding=padding)
+    by_default = full_autograd(model, problem, GRPO, batched=True)
+    assert rows_equal(by_default.log_probs, serial.log_probs)
     assert batched.loss == pytest.approx(serial.loss, rel=1e-12)
     assert rows_equal(batched.log_probs, serial.log_probs)
     assert batched.reference == "full"
+
+
+def test_one_response_at_a_time_is_the_default(oracle):
+    model = oracle("llama")
+    problem = problem_for(model, **UNEVEN)
+    for batched, passes in (({}, 5), ({"batched": True}, 1)):
+        with Watch(model) as watch:
+            full_autograd(model, problem, GRPO, **batched)
+        assert len(watch.forwards) == passes
 
 
 def test_gradients_add_to_what_is_there(oracle):
@@ -261,7 +272,10 @@ def test_a_frozen_model_is_refused_whatever_the_policy(policy):
     model = build("llama", seed=0).requires_grad_(False)
     problem = problem_for(model)
     for path in (full_autograd, functools.partial(longstraw, policy=policy)):
-        with pytest.raises(InputError, match="no parameter of the model requires a gradient"):
+        with pytest.raises(
+            InputError,
+            match=r"^no parameter of the model requires a gradient: unfreeze what should be trained$",
+        ):
             path(model, problem, GRPO)
 
 
@@ -271,7 +285,10 @@ def test_training_only_what_the_loss_cannot_reach_is_refused():
     model.model.layers[0].self_attn.indexer.requires_grad_(True)
     problem = problem_for(model)
     for path in (full_autograd, functools.partial(longstraw, policy="detach")):
-        with pytest.raises(InputError, match="the loss reaches no parameter"):
+        with pytest.raises(
+            InputError,
+            match=r"^the loss reaches no parameter that requires a gradient: unfreeze what should be trained$",
+        ):
             path(model, problem, GRPO)
 
 
@@ -456,7 +473,11 @@ def test_a_reference_model_is_scored_with_a_state_of_its_own(oracle, policy):
     problem = without_reference(model)
     with computing(judge, "float64"):
         rows = full_score(judge, problem)
-        for path, options in ((full_autograd, {}), (longstraw, {"policy": policy, "chunk": 3})):
+        for path, options in (
+            (full_autograd, {}),
+            (full_autograd, {"batched": True}),
+            (longstraw, {"policy": policy, "chunk": 3}),
+        ):
             given = gradients(path, model, problem.replace_logps(ref=rows), KL, **options)
             actual = gradients(path, model, problem, KL, reference_model=judge, **options)
             assert distance(actual, given) <= 1e-12
@@ -486,8 +507,11 @@ def test_a_plain_model_has_no_adapters_to_switch_off():
 def test_the_temperature_of_the_objective_is_the_one_that_is_trained_at(oracle):
     model, objective = oracle("llama"), preset("grpo", temperature=0.7)
     problem = problem_for(model, objective)
-    result = longstraw(model, problem, objective)
-    assert rows_equal(result.log_probs, full_score(model, problem, temperature=0.7))
+    scored = full_score(model, problem, temperature=0.7)
+    assert rows_equal(longstraw(model, problem, objective).log_probs, scored)
+    for batched in (False, True):
+        result = full_autograd(model, problem, objective, batched=batched)
+        assert rows_equal(result.log_probs, scored)
     take_gradients(model)
     expected = gradients(full_autograd, model, problem, objective)
     assert distance(gradients(longstraw, model, problem, objective, chunk=4), expected) <= 1e-12
