@@ -80,10 +80,12 @@ def render(record: Nightly, folder: Path) -> str:
     seen = plots.looks(arms)
     swatches = {arm: pages.swatch(arm, seen[arm].line) for arm in arms}
     compared = [each for each in record.entries if each.comparison]
+    claiming = dict.fromkeys(arm for each in compared for arm in each.verdicts)
     return pages.render(
         "nightly_page.html",
         record=record,
         tables=tables,
+        claims=[swatches[arm] for arm in claiming],
         entries=[_entry(each, folder, seen, swatches) for each in record.entries],
         overall=plots.all_biases(compared, seen)
         if len(compared) > 1 and any(arm.bias for each in compared for arm in each.arms)
@@ -114,13 +116,14 @@ def _entry(
         "name": each.entry.name,
         "gaps": plots.gaps(found, seen) if found else None,
         "key": [swatches[arm] for arm in each.entry.arms],
+        "claims": [swatches[arm] for arm in each.verdicts],
         "curves": _curves(curves, seen) if curves else [],
         "tested": _tested(curves) if curves else None,
         "distribution": plots.distributions(curves, seen) if curves else None,
         "biases": [plots.bias_and_gap(biases, seen)] if biases else [],
         "spans": [
             (
-                plots.spans(of, own, [arm for arm in each.verdicts], seen),
+                plots.spans(of, own, list(each.verdicts), seen),
                 tables.spans(each, of),
             )
             for of in plots.WHERE

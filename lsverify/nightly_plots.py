@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +124,33 @@ def over_steps(
             look = seen[arm].line | ({} if marks else {"marker": ""})
             axes.fill_between(at, mean - half, mean + half, color=look["color"], alpha=0.13, lw=0)
             axes.plot(at, mean, **look, lw=3 if wide else 1.4, ms=3.5, alpha=0.45 if wide else 1)
-        axes.set(xlabel="optimizer steps", ylabel=label)
+        axes.set(xlabel="optimizer steps", ylabel=label, ylim=_reach(drawn.values()))
         axes.grid(axis="y")
         axes.margins(x=0.02)
 
     return plot(title, f"By arm: {_ends(drawn)}", draw)
+
+
+def _reach(values: Iterable[Array]) -> tuple[float, float]:
+    """What of the axis is shown: the means, and bands as far as the means span once more. Few seeds have bands that dwarf all."""
+    found = [(mean, np.nan_to_num(half)) for mean, half in map(band, values)]
+    low, high = (float(end([end(mean) for mean, _ in found])) for end in (np.nanmin, np.nanmax))
+    span = high - low or max(abs(high), 1.0) / 10
+    bottom = min(float(np.nanmin(mean - half)) for mean, half in found)
+    top = max(float(np.nanmax(mean + half)) for mean, half in found)
+    return max(bottom, low - span) - span / 20, min(top, high + span) + span / 20
+
+
+def _wide_enough(axes: Any) -> None:
+    """Rounding is not to fill the plot: at least a relative L2 of 0 to 0.1, and at least 1 point to either side of 0."""
+    _at_least_a_point(axes)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, -0.01), max(high, 0.1))
+
+
+def _at_least_a_point(axes: Any) -> None:
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -1), max(high, 1))
 
 
 def _ends(values: Mapping[str, Array]) -> str:
@@ -227,7 +249,7 @@ def bias_and_gap(biases: Mapping[str, Bias], seen: Mapping[str, Look]) -> Plot:
         axes.axhline(0, color=SOFT, lw=0.8)
         for arm, bias in biases.items():
             look, lost = seen[arm], -POINTS * np.array(bias.gap_by_seed)
-            axes.plot(bias.by_seed, lost, ".", color=look.colour, alpha=0.45, ms=5, mew=0)
+            axes.plot(bias.by_seed, lost, "o", color=look.colour, alpha=0.4, ms=3.5, mew=0)
             mean, half = band(lost[:, None])
             axes.errorbar(
                 [bias.rel_l2], mean, np.nan_to_num(half), fmt=look.marker, color=look.colour, ms=6
@@ -235,6 +257,7 @@ def bias_and_gap(biases: Mapping[str, Bias], seen: Mapping[str, Look]) -> Plot:
         axes.set(xlabel="relative L2 of the gradient to full autograd's", ylabel="reward lost (percent points)")  # fmt: skip
         axes.grid(axis="y")
         axes.margins(0.12)
+        _wide_enough(axes)
 
     says = "; ".join(
         f"{arm} bias {bias.rel_l2:.2g}, lost {-POINTS * float(np.mean(bias.gap_by_seed)):+.1f}"
@@ -263,6 +286,7 @@ def all_biases(entries: Sequence[EntryRecord], seen: Mapping[str, Look]) -> Plot
         axes.set(xlabel="relative L2 of the gradient to full autograd's", ylabel="reward lost (percent points)")  # fmt: skip
         axes.grid(axis="y")
         axes.margins(0.12)
+        _wide_enough(axes)
 
     listed = ", ".join(f"{place} {name}" for place, name in enumerate(names, 1))
     says = "; ".join(
@@ -293,6 +317,7 @@ def spans(of: str, found: Sequence[Span], arms: Sequence[str], seen: Mapping[str
             axes.errorbar(at, gap, error, fmt=look.marker, color=look.colour, ms=4, lw=1.2)
         axes.set_xticks(range(len(found)), [between(span.low, span.high) for span in found])
         axes.set(xlabel=WHERE[of], ylabel="arm minus full (percent points)")
+        _at_least_a_point(axes)
         axes.grid(axis="y")
 
     says = "; ".join(
@@ -304,4 +329,4 @@ def spans(of: str, found: Sequence[Span], arms: Sequence[str], seen: Mapping[str
 
 
 def between(low: int, high: int) -> str:
-    return str(low) if low == high else f"{low} to {high}"
+    return str(low) if low == high else f"{low}\N{EN DASH}{high}"

@@ -15,7 +15,7 @@ from lsverify.whole_files import write_whole
 
 def markdown(record: Nightly) -> str:
     """What fails, then verdicts, biases and drift by entry, the cost, and how to reproduce."""
-    return "\n\n".join(_paragraphs(record)) + "\n"
+    return "\n\n".join(filter(None, _paragraphs(record))) + "\n"
 
 
 def _paragraphs(record: Nightly) -> Iterator[str]:
@@ -60,7 +60,8 @@ def junit(record: Nightly) -> str:
             suite.set(count, str(sum(case.find(mark) is not None for case in cases)))
         suite.extend(cases)
     ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+    found: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return f"{found.decode()}\n"
 
 
 def _holds(entry: EntryRecord) -> ElementTree.Element:

@@ -194,7 +194,7 @@ def spans(entry: EntryRecord, of: str) -> Sheet:
         headers=("tokens", "prompts", "full", *arms),
         rows=[
             (
-                str(span.low) if span.low == span.high else f"{span.low} to {span.high}",
+                str(span.low) if span.low == span.high else f"{span.low}\N{EN DASH}{span.high}",
                 str(span.prompts),
                 _points(span.reference_reward),
                 *(_interval(span.gaps[arm]) for arm in arms),
@@ -207,7 +207,7 @@ def spans(entry: EntryRecord, of: str) -> Sheet:
 def drift(entry: EntryRecord) -> Sheet:
     return Sheet(
         key=f"drift_{entry.entry.name}",
-        title=f"{entry.entry.name}: kept states against fresh captures; the last age of each interval is the oldest state used",
+        title=f"{entry.entry.name}: kept states against fresh captures; a state is replaced at the last age of its interval",
         headers=(
             "steps a capture serves",
             "age (steps)",

@@ -148,6 +148,15 @@ def test_bands_are_t_intervals_over_seeds():
     assert list(np.isnan(half)) == [True, True, False]
 
 
+def test_an_axis_shows_the_means_and_no_more_of_wide_bands():
+    narrow, wide = np.array([[1.0, 3.0], [1.2, 3.2]]), np.array([[2.0, 2.0], [-90.0, 94.0]])
+    low, high = nightly_plots._reach([narrow])
+    assert -0.3 < low < 0 < 3.2 < high < 4.6
+    low, high = nightly_plots._reach([wide])
+    assert (low, high) == (-44 - 92 - 4.6, 48 + 92 + 4.6)
+    assert np.isfinite(nightly_plots._reach([np.zeros((1, 3))])).all()
+
+
 def test_steps_are_averaged_in_blocks(monkeypatch):
     monkeypatch.setattr(nightly_plots, "BLOCKS", 2)
     training = entry().sweep((0,)).trainings()[0]
@@ -219,6 +228,7 @@ def test_a_void_night_fails_in_every_form(tmp_path, monkeypatch):
     (found,) = ElementTree.fromstring(nightly_summary.junit(record))
     assert (found.get("tests"), found.get("failures"), found.get("skipped")) == ("3", "1", "2")
     assert "void: the reference is not better" in found.find("testcase/failure").text
+    assert nightly_summary.junit(record).startswith("<?xml version='1.0' encoding='utf-8'?>")
     assert "night 1 fails" in nightly_summary.markdown(record)
     assert "**small: void:" in nightly_summary.markdown(record)
     page = write_page(tmp_path).read_text()
