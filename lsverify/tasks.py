@@ -39,6 +39,11 @@ class Task:
         """Tokens from the first token of the evidence to the end of the prompt, both counted."""
         return len(self.prompt) - self.evidence
 
+    @property
+    def most(self) -> int:
+        """Tokens of a response at most: those of the answer."""
+        return len(self.answer)
+
     def reward(self, response: Sequence[int] | Tensor) -> float:
         """The share of tokens that are right and in their place, of the longer of response [R] and answer; 0 to 1."""
         tokens = response.tolist() if isinstance(response, Tensor) else response

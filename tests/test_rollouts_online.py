@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from lsverify import models, rollouts_online
+from lsverify import keyed, models
+from lsverify.courses import course_of
 from lsverify.errors import InputError, TrainingBroke
 from lsverify.precision import computing
 from lsverify.rollouts_online import (
     RESPONSES,
     TEST,
-    course_of,
     drawn,
     examined,
     rolled_out,
@@ -171,6 +171,6 @@ def test_logits_that_are_not_finite_end_the_training(policy):
 
 
 def test_purposes_have_keys_of_their_own():
-    keys = {rollouts_online.PROMPTS, RESPONSES, TEST, rollouts_online.ORDER}
-    assert len(keys) == 4
+    keys = {keyed.PROMPTS, RESPONSES, TEST, keyed.ORDER, keyed.FAR_TEST}
+    assert len(keys) == 5
     assert all(key % 2**32 == 0 for key in keys)
