@@ -209,6 +209,22 @@ def from_rows(found: Sequence[dict[str, Any]]) -> list[Task]:
     return tasks
 
 
+def to_dataset(some: Iterable[Task]) -> Any:
+    """A Hugging Face `datasets.Dataset` with the columns of `rows`. Raises `InputError` where datasets is not installed."""
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise InputError(
+            "a dataset needs datasets, which is not installed: pip install 'lsverify[data]'"
+        ) from None
+    return Dataset.from_list(rows(some))
+
+
+def from_dataset(dataset: Any) -> list[Task]:
+    """The tasks that `to_dataset` made a dataset of, and what users made of it with its own means. Raises as `from_rows` does."""
+    return from_rows(dataset.to_list())
+
+
 def _words(number: int, generator: Generator, among: int = len(WORDS)) -> list[int]:
     """Different ones of the first `among` words. Raises `InputError` where there are not so many."""
     if number > among:
