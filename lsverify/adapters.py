@@ -1,4 +1,4 @@
-"""LoRA adapters, as LongStraw trains: the model frozen, adapters and one whole module trainable."""
+"""LoRA adapters, as LongStraw trains: the model frozen, adapters trainable, and for a gate one whole module."""
 
 from __future__ import annotations
 
@@ -25,6 +25,27 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
 
     Raises `InputError` where peft is not installed, or does not know what to do with the model.
     """
+    wrapped = _wrapped(model, RANK, [_saved_module(model)])
+    _redraw(wrapped, torch.Generator().manual_seed(seed))
+    return wrapped
+
+
+@torch.no_grad()
+def begin(model: PreTrainedModel, rank: int, *, seed: int) -> PreTrainedModel:
+    """`model` under adapters as a training begins with them: A drawn from `seed`, B zero, so that nothing is changed yet.
+
+    Scaled by 2, whatever the rank. Nothing else is trained. Raises `InputError` as `attach` does.
+    """
+    wrapped = _wrapped(model, rank, None)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(wrapped.named_parameters()):
+        if ".lora_A." in name:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+    return wrapped
+
+
+def _wrapped(model: PreTrainedModel, rank: int, saved: list[str] | None) -> PreTrainedModel:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -33,11 +54,11 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         ) from None
 
     config = LoraConfig(
-        r=RANK,
-        lora_alpha=2 * RANK,
+        r=rank,
+        lora_alpha=2 * rank,
         lora_dropout=0.0,
         target_modules=targets(model),
-        modules_to_save=[_saved_module(model)],
+        modules_to_save=saved,
         task_type="CAUSAL_LM",
     )
     # peft draws initial values from the global generator, and calls a property that transformers is renaming.
@@ -46,13 +67,12 @@ def attach(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
         # It then sets for each layer what the layer needs.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)
         try:
-            wrapped = get_peft_model(model, config)
+            wrapped: PreTrainedModel = get_peft_model(model, config)
         except (ValueError, TypeError, AttributeError) as error:
             told = " ".join(str(error).split())[:200]
             raise InputError(
                 f"peft puts no adapters on {type(model).__name__}: {told}; train it without lora"
             ) from error
-    _redraw(wrapped, torch.Generator().manual_seed(seed))
     return wrapped
 
 

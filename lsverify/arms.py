@@ -40,16 +40,19 @@ class Arm(Protocol):
 
 
 class Full:
-    """Full autograd, all responses in one padded pass."""
+    """Full autograd, all responses in one padded pass, or one after the other."""
+
+    def __init__(self, *, serial: bool = False) -> None:
+        self._batched = not serial
 
     def begin(self) -> None:
         pass
 
     def score(self, model: nn.Module, problem: Problem, objective: Objective) -> tuple[Tensor, ...]:
-        return full_score(model, problem, temperature=objective.temperature, batched=True)
+        return full_score(model, problem, temperature=objective.temperature, batched=self._batched)
 
     def step(self, model: nn.Module, problem: Problem, objective: Objective) -> StepResult:
-        return full_autograd(model, problem, objective, batched=True)
+        return full_autograd(model, problem, objective, batched=self._batched)
 
     def drift(self, model: nn.Module, problem: Problem, objective: Objective) -> Drift | None:
         return None
@@ -58,7 +61,8 @@ class Full:
 class Scrambled(Full):
     """The same behind scrambled prompts."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, serial: bool = False) -> None:
+        super().__init__(serial=serial)
         self._seed = seed
 
     def score(self, model: nn.Module, problem: Problem, objective: Objective) -> tuple[Tensor, ...]:
@@ -118,9 +122,9 @@ def policy_of(spec: str) -> Policy | None:
         ) from None
 
 
-def make_arm(spec: str, *, seed: int, chunk: int) -> Arm:
-    """The arm of this name at its beginning. Raises `InputError` for an unknown one."""
+def make_arm(spec: str, *, seed: int, chunk: int, serial: bool = False) -> Arm:
+    """The arm of this name at its beginning; `serial` is full autograd's. Raises `InputError` for an unknown one."""
     policy = policy_of(spec)
     if policy is not None:
         return LongStraw(policy, chunk)
-    return Scrambled(seed) if spec == CONTROL else Full()
+    return Scrambled(seed, serial=serial) if spec == CONTROL else Full(serial=serial)

@@ -210,11 +210,25 @@ def load_candidate(spec: str) -> Any:
 
     Raises `InputError` when the name is malformed or unknown, cannot be imported, or is not callable.
     """
-    module_name, _, name = (spec if ":" in spec else target(spec)).partition(":")
+    return load_named(
+        spec,
+        "candidate",
+        "(model, problem, objective) -> result",
+        place=spec if ":" in spec else target(spec),
+        example="my_path:step",
+    )
+
+
+def load_named(
+    spec: str, what: str, shape: str, *, place: str | None = None, example: str = "mine:it"
+) -> Any:
+    """The callable MODULE:NAME at `place` (`spec` itself, if None); `what` and `shape` say in messages what it is for.
+
+    Raises `InputError` as `load_candidate` does.
+    """
+    module_name, _, name = (place or spec).partition(":")
     if not module_name or not name:
-        raise InputError(
-            f"candidate {spec!r} is not of the form MODULE:NAME, for instance my_path:step"
-        )
+        raise InputError(f"{what} {spec!r} is not of the form MODULE:NAME, for instance {example}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -222,21 +236,19 @@ def load_candidate(spec: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise InputError(
-            f"candidate {spec!r}: no module {error.name!r} in the current directory or installed"
+            f"{what} {spec!r}: no module {error.name!r} in the current directory or installed"
         ) from None
     except KeyboardInterrupt:
         raise
     except InputError as error:
-        raise InputError(f"candidate {spec!r}: {error}") from None
+        raise InputError(f"{what} {spec!r}: {error}") from None
     except BaseException as error:  # a script's sys.exit(0) must not end the gate as a success
         raise InputError(
-            f"candidate {spec!r}: importing it raised {type(error).__name__}: {error}"
+            f"{what} {spec!r}: importing it raised {type(error).__name__}: {error}"
         ) from error
     found = getattr(module, name, None)
     if found is None:
-        raise InputError(f"candidate {spec!r}: module {module_name!r} has no {name!r}")
+        raise InputError(f"{what} {spec!r}: module {module_name!r} has no {name!r}")
     if not callable(found):
-        raise InputError(
-            f"candidate {spec!r} is not callable: give (model, problem, objective) -> result"
-        )
+        raise InputError(f"{what} {spec!r} is not callable: give {shape}")
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lsverify.observe import restore, weights_of
+from lsverify.observe import restore
 from lsverify.optimizers import TorchStep
 from lsverify.tensor_files import open_tensors, refuse
 from lsverify.whole_files import write_whole
@@ -24,7 +24,7 @@ WEIGHT, MOMENT = "weight/", "moment/"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """After `step` optimizer steps: weights and buffers by name, moments as `TorchStep` names them."""
+    """After `step` optimizer steps: trained weights and buffers by name, moments as `TorchStep` names them."""
 
     step: int
     weights: dict[str, Tensor]
@@ -32,7 +32,11 @@ class Checkpoint:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: TorchStep, step: int) -> Checkpoint:
-        return cls(step=step, weights=weights_of(model), moments=optimizer.moments())
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        weights = {
+            name: tensor.detach().clone() for name, tensor in [*trained, *model.named_buffers()]
+        }
+        return cls(step=step, weights=weights, moments=optimizer.moments())
 
     def put_back(self, model: nn.Module, optimizer: TorchStep) -> None:
         restore(model, self.weights)

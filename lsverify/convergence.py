@@ -10,19 +10,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
+from transformers import PreTrainedModel
 
+from lsverify import adapters
 from lsverify.advantages import kl_estimate
 from lsverify.arms import make_arm
 from lsverify.checkpoints import Checkpoint, read_checkpoint
-from lsverify.curves import Curve, CurveFile, Row, StepRow, TestRow, ToFull, read_curve
+from lsverify.curves import (
+    Curve,
+    CurveFile,
+    LongRangeRow,
+    Row,
+    StepRow,
+    TestRow,
+    ToFull,
+    read_curve,
+)
 from lsverify.errors import InputError, TrainingBroke
+from lsverify.long_range import cells
 from lsverify.memory import HighWaterMark
 from lsverify.models import build
 from lsverify.norms import Norms, distance, norm, promoted, total
@@ -32,7 +45,8 @@ from lsverify.paths import StepResult, full_autograd
 from lsverify.precision import computing, deterministic, threads
 from lsverify.problems import Problem
 from lsverify.references import Gradients, take_gradients
-from lsverify.rollouts_online import course_of, examined, rolled_out, scored
+from lsverify.rollouts_online import examined, rolled_out, scored
+from lsverify.scoring import adapters_off
 from lsverify.trainings import Training
 from lsverify.whole_files import write_whole
 
@@ -68,25 +82,66 @@ def train(
 
 def claim(folder: Path, training: Training) -> None:
     """Write what the folder is for, or hold the training to it."""
-    file, wanted = folder / CONFIG, training.model_dump_json(indent=1) + "\n"
+    file = folder / CONFIG
     if not file.exists():
-        write_whole(file, wanted)
-    elif file.read_text("utf-8") != wanted:
+        write_whole(file, training.model_dump_json(indent=1) + "\n")
+    elif _claimed(file) != training:
         raise InputError(
             f"{folder} holds another training than this one: see {CONFIG} in it, and use another folder or remove it"
         )
 
 
+def _claimed(file: Path) -> Training | None:
+    """What a folder is for; options that it does not name have their defaults. None where it is no training of now."""
+    try:
+        return Training.model_validate_json(file.read_text("utf-8"))
+    except (ValidationError, InputError):
+        return None
+
+
+def beginning(training: Training) -> PreTrainedModel:
+    """The policy that a training starts from."""
+    model = build(training.arch, seed=0, dtype=training.dtype)
+    return (
+        model if training.lora_rank is None else adapters.begin(model, training.lora_rank, seed=0)
+    )
+
+
 @contextmanager
-def _running(training: Training) -> Iterator[_Run]:
-    """Start and policy on one thread, in the training's precision, by deterministic algorithms."""
-    models = [build(training.arch, seed=0, dtype=training.dtype) for _ in range(2)]
+def trained_policy(training: Training, folder: Path | None) -> Iterator[nn.Module]:
+    """The policy as its training's folder has it, or as it begins without one; computing as the training does.
+
+    Raises `InputError` for a folder of another training, or without a checkpoint.
+    """
+    model = beginning(training)
+    if folder is not None:
+        claim(folder, training)
+        checkpoint = read_checkpoint(folder)
+        if checkpoint is None:
+            raise InputError(f"{folder} has no checkpoint: train there first")
+        checkpoint.put_back(model, TorchStep(model, training.update))
+    with _as_trained(training, model):
+        yield model
+
+
+@contextmanager
+def _as_trained(training: Training, *models: nn.Module) -> Iterator[None]:
+    """On one thread, in the training's precision, by deterministic algorithms."""
     with ExitStack() as stack:
         stack.enter_context(threads(1))
         stack.enter_context(deterministic())
         for model in models:
             stack.enter_context(computing(model, training.dtype))
-        yield _Run(training, *models)
+        yield
+
+
+@contextmanager
+def _running(training: Training) -> Iterator[_Run]:
+    """Under adapters the start is the policy itself with these off: a large model is there once."""
+    model = beginning(training)
+    start = model if training.lora_rank is not None else beginning(training)
+    with _as_trained(training, *{id(each): each for each in (start, model)}.values()):
+        yield _Run(training, start, model)
 
 
 class _Run:
@@ -95,15 +150,17 @@ class _Run:
     def __init__(self, training: Training, start: nn.Module, model: nn.Module) -> None:
         self.training, self.objective = training, training.loss
         self.start, self.model = start, model
-        self.course = course_of(training.arch, training.task)
-        self.arm = make_arm(training.arm, seed=training.numbers, chunk=training.chunk)
+        self.course = training.course()
+        self.arm = make_arm(
+            training.arm, seed=training.numbers, chunk=training.chunk, serial=training.serial
+        )
         self.optimizer = TorchStep(model, training.update)
         self.memory = HighWaterMark()
 
     def steps(self, at: int) -> Iterator[list[Row]]:
         """The rows of each step after step `at`, the last of its prompts; before the first one those of step 0."""
         if at == 0:
-            yield [self._test(0)]
+            yield self._tests(0)
         for step in range(at + 1, self.training.steps + 1):
             begun = time.perf_counter()
             with _counting(self.model) as tokens:
@@ -125,7 +182,7 @@ class _Run:
                 seconds=time.perf_counter() - begun,
                 peak_resident=self.memory.read().peak,
             )
-            yield [row, self._test(step)] if self.training.tests_at(step) else [row]
+            yield [row, *self._tests(step)] if self.training.tests_at(step) else [row]
 
     def _rollout(self, rollout: int, tokens: _Tokens) -> tuple[Problem, dict[str, Any]]:
         """Sampled from the policy and scored by the arm and by the start, and what a row says about it."""
@@ -140,9 +197,11 @@ class _Run:
                 rollout=rollout,
                 members=training.responses,
                 temperature=temperature,
+                ends=self.course.ends,
             )
+            with self._at_start():
+                ref = scored(self.start, problem, temperature)
         old = [logp.double() for logp in self.arm.score(self.model, problem, self.objective)]
-        ref = scored(self.start, problem, temperature)
         rewards = torch.tensor([each.reward for each in problem.responses], dtype=torch.float64)
         kl = kl_estimate("k3", torch.cat(_sampled(problem)), torch.cat(ref))
         return problem.replace_logps(old=old, ref=ref), {
@@ -152,6 +211,9 @@ class _Run:
             "entropy": entropy,
             "response_length": sum(problem.response_lengths) / len(problem),
         }
+
+    def _at_start(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.start is not self.model else adapters_off(self.model)
 
     def _made(self, step: int, problem: Problem, result: StepResult) -> dict[str, Any]:
         """What a row says about the step's gradient, which is left where it is."""
@@ -176,22 +238,33 @@ class _Run:
         """The arm's own scores, which may be of something else than the problem, are no part of what it is held to."""
         ours = take_gradients(self.model)
         own = problem.replace_logps(old=_sampled(problem))
-        full_autograd(self.model, own, self.objective, batched=True)
-        found = _apart(ours, take_gradients(self.model))
+        full_autograd(self.model, own, self.objective, batched=not self.training.serial)
+        found = apart(ours, take_gradients(self.model))
         for name, parameter in self.model.named_parameters():
             parameter.grad = ours.get(name)
         return ToFull(cosine=found.cosine, rel_l2=found.rel_l2, norm_ratio=found.norm_ratio)
 
-    def _test(self, step: int) -> TestRow:
+    def _tests(self, step: int) -> list[Row]:
         """The numbers are those of the seed itself in every arm: the yardstick trains with others and is examined with these."""
-        rewards = examined(
-            self.model,
-            self.course.test,
-            seed=self.training.seed,
-            members=self.training.test_responses,
-            temperature=self.objective.temperature,
-        )
-        return TestRow(step=step, rewards=tuple(rewards))
+        training = self.training
+        numbers: dict[str, Any] = {
+            "seed": training.seed,
+            "members": training.test_responses,
+            "temperature": self.objective.temperature,
+        }
+        rows: list[Row] = []
+        if training.long_range and step in (0, training.steps):
+            found = cells(
+                self.model,
+                self.course,
+                training.long_range,
+                number=training.long_range_prompts,
+                **numbers,
+            )
+            rows.append(LongRangeRow(step=step, cells=tuple(found)))
+        some = self.course.test[: training.test_prompts]
+        rewards = examined(self.model, some, ends=self.course.ends, **numbers)
+        return [*rows, TestRow(step=step, rewards=tuple(rewards))]
 
 
 def _sampled(problem: Problem) -> list[torch.Tensor]:
@@ -200,7 +273,7 @@ def _sampled(problem: Problem) -> list[torch.Tensor]:
     return [logp for logp in found if logp is not None]
 
 
-def _apart(ours: Gradients, full: Gradients) -> Norms:
+def apart(ours: Gradients, full: Gradients) -> Norms:
     """Over all parameters; one without gradient counts as zero."""
     pairs = []
     for name, other in full.items():

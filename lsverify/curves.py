@@ -77,7 +77,31 @@ class TestRow(BaseModel):
         return sum(self.rewards) / len(self.rewards)
 
 
-Row = StepRow | TestRow
+class Cell(BaseModel):
+    """Tasks of one prompt length whose evidence is more than `above` and up to `upto` tokens from the prompt's end.
+
+    rewards: of each task over its responses.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    length: int
+    above: int
+    upto: int
+    rewards: tuple[float, ...]
+
+
+class LongRangeRow(BaseModel):
+    """The test by prompt length and distance of the evidence, after `step` optimizer steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["long_range"] = "long_range"
+    step: int
+    cells: tuple[Cell, ...]
+
+
+Row = StepRow | TestRow | LongRangeRow
 _ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])
 
 
@@ -94,6 +118,10 @@ class Curve:
     @property
     def tests(self) -> list[TestRow]:
         return [row for row in self.rows if isinstance(row, TestRow)]
+
+    @property
+    def long_range(self) -> list[LongRangeRow]:
+        return [row for row in self.rows if isinstance(row, LongRangeRow)]
 
     @property
     def start(self) -> TestRow:

@@ -22,6 +22,9 @@ ROUNDS = 10
 MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 WORD = np.uint64(0xFFFFFFFF)
+MOST_SEED = 2**31 - 1
+# Each purpose has keys of its own, PURPOSE | seed: the numbers of one say nothing about those of another.
+PROMPTS, RESPONSES, TEST, ORDER, FAR_TEST = (purpose << 32 for purpose in range(5))
 
 
 def keyed_uniform(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 
 from lsverify import stats
 from lsverify.arms import CONTROL, REFERENCE, YARDSTICK, policy_of
+from lsverify.courses import Asked
 from lsverify.curves import Curve, TestRow
 from lsverify.looking import Decision, standing
 from lsverify.nightly_record import ArmRecord, Bias, Cost, EntryRecord, Parting, Planned, Span
 from lsverify.nightly_suite import Entry
-from lsverify.rollouts_online import course_of
 from lsverify.stale_drift import DriftRow, drift_table
 from lsverify.stats import Correlation
 from lsverify.sweeps import rewards_by_arm
-from lsverify.tasks import Task
 from lsverify.trainings import Training
 from lsverify.verdicts import Comparison, compare
 
@@ -214,7 +213,8 @@ def _correlation(arms: Sequence[ArmRecord], look: int) -> stats.BiasAndGap | Non
 
 def _spans(entry: Entry, rewards: Mapping[str, Array], look: int) -> tuple[Span, ...]:
     """Test prompts by quarters of their evidence's distance, and of their length."""
-    test = course_of(entry.arch, entry.task).test
+    training = entry.sweep((0,)).trainings()[0]
+    test = training.course().test[: training.test_prompts]
     return tuple(
         Span(
             of=of,
@@ -231,13 +231,16 @@ def _spans(entry: Entry, rewards: Mapping[str, Array], look: int) -> tuple[Span,
             },
         )
         for of in ("distance", "length")
-        for where in [_where(of, test)]
+        for where in _where(of, test)
         for members in _quarters(where)
     )
 
 
-def _where(of: str, test: Sequence[Task]) -> Array:
-    return np.array([task.distance if of == "distance" else len(task.prompt) for task in test])
+def _where(of: str, test: Sequence[Asked]) -> Iterator[Array]:
+    """Each prompt's place, once; nothing where the evidence of a prompt is not known."""
+    starts = [0 if of == "length" else each.evidence for each in test]
+    if None not in starts:
+        yield np.array([len(each.prompt) - (s or 0) for each, s in zip(test, starts, strict=True)])
 
 
 def _quarters(where: Array) -> list[NDArray[np.intp]]:

@@ -1,76 +1,50 @@
 """Rollouts of the policy as it is now: prompts by key, responses drawn by inverse distribution from keyed numbers.
 
 Policies of equal weights draw equal tokens, since every number belongs to its (seed, step, prompt, response, token) and
-all rows are computed together in one order. This makes data for training and for the test; it judges no path.
+rows are computed together in one order: prompts of one length at a time, whatever their order in a rollout. A response
+ends with one of the course's `ends`, or at its task's `most` tokens. This makes data for training and for the test; it
+judges no path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 
 from lsverify.cache import map_state, new_cache
-from lsverify.cases import is_warm
-from lsverify.errors import InputError, TrainingBroke
-from lsverify.keyed import keyed_uniform, keyed_words
+from lsverify.courses import Asked
+from lsverify.errors import TrainingBroke
+from lsverify.keyed import ORDER, RESPONSES, TEST, keyed_uniform
 from lsverify.objective import token_entropy, token_logp
 from lsverify.problems import Group, Problem, Response
 from lsverify.prompt import continue_from, unwrapped
-from lsverify.tasks import KINDS, Task
-from lsverify.tasks import draw as draw_tasks
-from lsverify.warm_starts import SIZE, SPLIT_SEED, Recipe, recipe_of, split_of
 
-MOST_SEED = 2**31 - 1
-# Each purpose has keys of its own: the numbers of one say nothing about those of another.
-PROMPTS, RESPONSES, TEST, ORDER = (purpose << 32 for purpose in range(4))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """What a training learns: tasks of one kind, with the recipe's prompt lengths in turn, and the frozen test set."""
-
-    task: str
-    recipe: Recipe
-    test: tuple[Task, ...]
-
-    def tasks(self, seed: int, turn: int, number: int) -> list[Task]:
-        """`number` tasks of one prompt length; those of a place are the same whatever else is drawn."""
-        length = self.recipe.lengths[turn % len(self.recipe.lengths)]
-        high, low, *_ = keyed_words(PROMPTS | seed, turn, np.arange(number), 0, 0)
-        return [self._one(length, int(own)) for own in (high << np.uint64(31)) ^ low]
-
-    def _one(self, length: int, seed: int) -> Task:
-        if self.task == "recall":
-            return self.recipe.task(length, seed)
-        return KINDS[self.task](length, torch.Generator().manual_seed(seed))
-
-
-def course_of(arch: str, task: str) -> Course:
-    """Of a policy and a kind of task: recall as its warm start learned it, others at its prompt lengths. Raises `InputError`."""
-    if task not in KINDS:
-        raise InputError(f"task {task!r} is not known: use one of {', '.join(KINDS)}")
-    recipe = recipe_of(arch) if is_warm(arch) else Recipe()
-    if task != "recall":
-        test = draw_tasks(task, recipe.lengths, SIZE, seed=SPLIT_SEED)
-    else:
-        test = split_of(arch) if is_warm(arch) else recipe.split(SPLIT_SEED)
-    return Course(task=task, recipe=recipe, test=tuple(test))
+# Tokens whose state is alive at once while responses are drawn: 1.5 GB of keys and values for a model of 135M parameters.
+MOST_TOKENS = 2**15
 
 
 @torch.no_grad()
 def drawn(
-    model: nn.Module, prompts: Tensor, length: int, uniforms: Tensor, temperature: float = 1.0
+    model: nn.Module,
+    prompts: Tensor,
+    length: int,
+    uniforms: Tensor,
+    temperature: float = 1.0,
+    ends: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Responses of `length` tokens to prompts [n, P], by uniforms [n, G, R] in [0, 1).
 
     Token t of each is where the distribution function passes its uniform. Returns tokens [n, G, R] int64, their
-    log-probs and the entropies of what they were drawn from, [n, G, R] float64 in nats. Raises `TrainingBroke`.
+    log-probs and the entropies of what they were drawn from, [n, G, R] float64 in nats; fewer columns where every
+    response has drawn one of `ends` before. Raises `TrainingBroke`.
     """
+    last, open_rows = torch.tensor(ends, dtype=torch.int64), torch.ones(uniforms[..., 0].numel())
     members = uniforms.shape[1]
     logits, cache = _begun(model, prompts, members)
     tokens, log_probs, entropies = [], [], []
@@ -83,6 +57,9 @@ def drawn(
         tokens.append(passed.sum(-1).clamp(max=below.shape[-1] - 1))
         log_probs.append(token_logp(tempered, tokens[-1]))
         entropies.append(token_entropy(tempered))
+        open_rows[torch.isin(tokens[-1], last)] = 0
+        if not open_rows.any():
+            break
         if at + 1 < length:
             position = prompts.shape[1] + at
             logits, cache = continue_from(model, tokens[-1][:, None], cache, position, keep=1)
@@ -94,15 +71,22 @@ def drawn(
 
 @torch.no_grad()
 def scored(model: nn.Module, problem: Problem, temperature: float = 1.0) -> list[Tensor]:
-    """N log-probs [R_i] float64 of a rollout's responses under any policy; prompts and responses have one length each."""
-    prompts = torch.stack([group.prompt for group in problem.groups])
-    tokens = torch.stack([response.tokens for response in problem.responses])
-    logits, cache = _begun(model, prompts, len(problem.groups[0]))
-    if tokens.shape[1] > 1:
-        rest, _ = continue_from(model, tokens[:, :-1], cache, prompts.shape[1], tokens.shape[1] - 1)
-        logits = torch.cat([logits, rest], 1)
-    rows = zip(logits.to(torch.float64), tokens, strict=True)
-    return [token_logp(row, own, temperature) for row, own in rows]
+    """N log-probs [R_i] float64 of a rollout's responses under any policy; its groups are of one size."""
+    members = len(problem.groups[0])
+    found: dict[int, Tensor] = {}
+    for places in _alike([len(group.prompt) for group in problem.groups]):
+        own = [place * members + j for place in places for j in range(members)]
+        prompts = torch.stack([problem.groups[place].prompt for place in places])
+        responses = [problem.responses[i].tokens for i in own]
+        tokens = pad_sequence(responses, batch_first=True)
+        logits, cache = _begun(model, prompts, members)
+        if tokens.shape[1] > 1:
+            keep = tokens.shape[1] - 1
+            rest, _ = continue_from(model, tokens[:, :-1], cache, prompts.shape[1], keep)
+            logits = torch.cat([logits, rest], 1)
+        for i, row, response in zip(own, logits.to(torch.float64), responses, strict=True):
+            found[i] = token_logp(row[: len(response)], response, temperature)
+    return [found[i] for i in range(len(problem))]
 
 
 def _begun(model: nn.Module, prompts: Tensor, members: int) -> tuple[Tensor, Cache]:
@@ -122,44 +106,135 @@ def uniforms_of(key: int, step: int, prompts: Sequence[int], members: int, lengt
     return torch.from_numpy(keyed_uniform(key, step, places, responses, np.arange(length)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """One response [R] int64, its log-probs and entropies [R] float64; `ended` where it ends by itself or must."""
+
+    tokens: Tensor
+    logp: Tensor
+    entropy: Tensor
+    ended: bool
+
+    def rewarded(self, task: Asked) -> Response:
+        return Response(
+            tokens=self.tokens.clone(),
+            mask=torch.ones(len(self.tokens), dtype=torch.bool),
+            reward=task.reward(self.tokens),
+            truncated=not self.ended,
+            old_logp=self.logp.clone(),
+            sampler_logp=self.logp.clone(),
+        )
+
+
+def responses_to(
+    model: nn.Module,
+    tasks: Sequence[Asked],
+    *,
+    key: int,
+    step: int,
+    members: int,
+    temperature: float,
+    ends: Sequence[int] = (),
+) -> Iterator[tuple[int, list[Drawn]]]:
+    """The place of each task and `members` responses to it, those of one length after another."""
+    last = torch.tensor(ends, dtype=torch.int64)
+    for places in _alike([(len(task.prompt), task.most) for task in tasks]):
+        first = tasks[places[0]]
+        most = first.most
+        together = max(MOST_TOKENS // (members * (len(first.prompt) + most)), 1)
+        for at in range(0, len(places), together):
+            some = places[at : at + together]
+            prompts = torch.tensor([tasks[place].prompt for place in some])
+            uniforms = uniforms_of(key, step, some, members, most)
+            found = drawn(model, prompts, most, uniforms, temperature, ends)
+            for place, tokens, logp, entropy in zip(some, *found, strict=True):
+                rows = zip(tokens, logp, entropy, strict=True)
+                yield place, [_cut(*row, most=most, ends=last) for row in rows]
+
+
+def _cut(tokens: Tensor, logp: Tensor, entropy: Tensor, *, most: int, ends: Tensor) -> Drawn:
+    """Up to the first of `ends`, which belongs to the response. Without any a response has its length and is whole."""
+    at = torch.isin(tokens, ends).nonzero()
+    length = int(at[0]) + 1 if len(at) else most
+    ended = bool(len(at)) or not len(ends)
+    return Drawn(tokens=tokens[:length], logp=logp[:length], entropy=entropy[:length], ended=ended)
+
+
+def _alike(kinds: Sequence[object]) -> list[list[int]]:
+    """The places of equal kinds, in the order of first appearance."""
+    found: dict[object, list[int]] = {}
+    for place, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(place)
+    return list(found.values())
+
+
 def rolled_out(
     model: nn.Module,
-    tasks: Sequence[Task],
+    tasks: Sequence[Asked],
     *,
     seed: int,
     rollout: int,
     members: int,
     temperature: float,
+    ends: Sequence[int] = (),
 ) -> tuple[Problem, float]:
-    """A group of `members` responses to each of some tasks of one prompt length, rewarded by it, and the mean entropy in nats.
+    """A group of `members` responses to each task, rewarded by it, and the mean entropy over their tokens, in nats.
 
     The sampler's log-probs stand for the old ones until these are scored.
     """
-    length = len(tasks[0].answer)
-    uniforms = uniforms_of(RESPONSES | seed, rollout, range(len(tasks)), members, length)
-    prompts = torch.tensor([task.prompt for task in tasks])
-    tokens, log_probs, entropy = drawn(model, prompts, length, uniforms, temperature)
-    groups = tuple(
-        Group(prompt=prompt, responses=tuple(map(_rewarded, [task] * members, own, logp)))
-        for task, prompt, own, logp in zip(tasks, prompts, tokens, log_probs, strict=True)
+    found = dict(
+        responses_to(
+            model,
+            tasks,
+            key=RESPONSES | seed,
+            step=rollout,
+            members=members,
+            temperature=temperature,
+            ends=ends,
+        )
     )
+    groups = tuple(
+        Group(
+            prompt=torch.tensor(task.prompt),
+            responses=tuple(one.rewarded(task) for one in found[place]),
+        )
+        for place, task in enumerate(tasks)
+    )
+    entropy = torch.cat([one.entropy for place in range(len(tasks)) for one in found[place]])
     return Problem(groups=groups), float(entropy.mean())
 
 
 def examined(
-    model: nn.Module, tasks: Sequence[Task], *, seed: int, members: int, temperature: float
+    model: nn.Module,
+    tasks: Sequence[Asked],
+    *,
+    seed: int,
+    members: int,
+    temperature: float,
+    ends: Sequence[int] = (),
 ) -> list[float]:
     """[P] the mean reward of each task over `members` responses. The numbers are the same at every test of a seed."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    for place, task in enumerate(tasks):
-        alike.setdefault((len(task.prompt), len(task.answer)), []).append(place)
+    return rewards_of(
+        model, tasks, key=TEST | seed, step=0, members=members, temperature=temperature, ends=ends
+    )
+
+
+def rewards_of(
+    model: nn.Module,
+    tasks: Sequence[Asked],
+    *,
+    key: int,
+    step: int,
+    members: int,
+    temperature: float,
+    ends: Sequence[int] = (),
+) -> list[float]:
+    """The same by the numbers of any key and step."""
     rewards = [0.0] * len(tasks)
-    for (_, length), places in alike.items():
-        prompts = torch.tensor([tasks[place].prompt for place in places])
-        uniforms = uniforms_of(TEST | seed, 0, places, members, length)
-        tokens, _, _ = drawn(model, prompts, length, uniforms, temperature)
-        for place, own in zip(places, tokens, strict=True):
-            rewards[place] = sum(tasks[place].reward(one) for one in own) / members
+    for place, own in responses_to(
+        model, tasks, key=key, step=step, members=members, temperature=temperature, ends=ends
+    ):
+        rewards[place] = sum(tasks[place].reward(one.tokens) for one in own) / members
     return rewards
 
 
@@ -172,13 +247,3 @@ def scrambled(problem: Problem, *, seed: int) -> Problem:
         order = torch.from_numpy(np.argsort(keys, kind="stable"))
         groups.append(Group(prompt=group.prompt[order], responses=group.responses))
     return Problem(groups=tuple(groups), seed=problem.seed)
-
-
-def _rewarded(task: Task, tokens: Tensor, logp: Tensor) -> Response:
-    return Response(
-        tokens=tokens.clone(),
-        mask=torch.ones(len(tokens), dtype=torch.bool),
-        reward=task.reward(tokens),
-        old_logp=logp.clone(),
-        sampler_logp=logp.clone(),
-    )

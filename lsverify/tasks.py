@@ -39,6 +39,11 @@ class Task:
         """Tokens from the first token of the evidence to the end of the prompt, both counted."""
         return len(self.prompt) - self.evidence
 
+    @property
+    def most(self) -> int:
+        """Tokens of a response at most: those of the answer."""
+        return len(self.answer)
+
     def reward(self, response: Sequence[int] | Tensor) -> float:
         """The share of tokens that are right and in their place, of the longer of response [R] and answer; 0 to 1."""
         tokens = response.tolist() if isinstance(response, Tensor) else response
@@ -202,6 +207,22 @@ def from_rows(found: Sequence[dict[str, Any]]) -> list[Task]:
                 f"row {i}: distance {row['distance']}, but the evidence is {task.distance} tokens back"
             )
     return tasks
+
+
+def to_dataset(some: Iterable[Task]) -> Any:
+    """A Hugging Face `datasets.Dataset` with the columns of `rows`. Raises `InputError` where datasets is not installed."""
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise InputError(
+            "a dataset needs datasets, which is not installed: pip install 'lsverify[data]'"
+        ) from None
+    return Dataset.from_list(rows(some))
+
+
+def from_dataset(dataset: Any) -> list[Task]:
+    """The tasks that `to_dataset` made a dataset of, and what users made of it with its own means. Raises as `from_rows` does."""
+    return from_rows(dataset.to_list())
 
 
 def _words(number: int, generator: Generator, among: int = len(WORDS)) -> list[int]:

@@ -100,9 +100,11 @@ def history(curve: Curve) -> Iterator[tuple[int, dict[str, Any]]]:
     """What is logged at each step; a number that does not exist is left out."""
     rows: dict[int, dict[str, Any]] = {}
     for row in curve.rows:
-        rows.setdefault(row.step, {}).update(
-            _of_step(row) if isinstance(row, StepRow) else _of_test(row)
-        )
+        found = rows.setdefault(row.step, {})
+        if isinstance(row, StepRow):
+            found.update(_of_step(row))
+        elif isinstance(row, TestRow):
+            found.update(_of_test(row))
     yield from rows.items()
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from lsverify import models, rollouts_online
+from lsverify import keyed, models, rollouts_online
+from lsverify.courses import course_of
 from lsverify.errors import InputError, TrainingBroke
 from lsverify.precision import computing
 from lsverify.rollouts_online import (
     RESPONSES,
     TEST,
-    course_of,
     drawn,
     examined,
     rolled_out,
@@ -171,6 +171,72 @@ def test_logits_that_are_not_finite_end_the_training(policy):
 
 
 def test_purposes_have_keys_of_their_own():
-    keys = {rollouts_online.PROMPTS, RESPONSES, TEST, rollouts_online.ORDER}
-    assert len(keys) == 4
+    keys = {keyed.PROMPTS, RESPONSES, TEST, keyed.ORDER, keyed.FAR_TEST}
+    assert len(keys) == 5
     assert all(key % 2**32 == 0 for key in keys)
+
+
+def ragged(policy, ends=()):
+    """Two prompts of one length and one of another, and the problem that their rollout is."""
+    course = course_of("warm:llama", "recall")
+    tasks = [course.at(length, 1)[0] for length in (24, 40)] + [course.at(24, 2)[1]]
+    options = {"seed": 1, "rollout": 0, "members": 4, "temperature": 1.0, "ends": ends}
+    return tasks, rolled_out(policy, tasks, **options)
+
+
+def test_ragged_prompts_are_rolled_out_in_their_order(policy):
+    tasks, (problem, _) = ragged(policy)
+    assert [tuple(group.prompt.tolist()) for group in problem.groups] == [
+        task.prompt for task in tasks
+    ]
+    expected = torch.cat(full_score(policy, problem))
+    sampled = torch.cat([response.sampler_logp for response in problem.responses])
+    torch.testing.assert_close(sampled, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(scored(policy, problem)), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_response_ends_with_the_first_of_the_ends(policy):
+    tasks, (whole, _) = ragged(policy)
+    ends = tuple({int(response.tokens[1]) for response in whole.responses[:6]})
+    _, (cut, entropy) = ragged(policy, ends)
+    lengths = []
+    for one, other, group in zip(cut.responses, whole.responses, cut.group_of, strict=True):
+        at = [i for i, token in enumerate(other.tokens.tolist()) if token in ends]
+        length = at[0] + 1 if at else tasks[group].most
+        assert torch.equal(one.tokens, other.tokens[:length])
+        assert one.truncated == (not at)
+        assert one.mask.all()
+        assert len(one.sampler_logp) == length
+        lengths.append(length)
+    assert len(set(lengths)) > 1
+    assert {response.truncated for response in cut.responses} == {True, False}
+    assert not any(response.truncated for response in whole.responses)
+    expected = torch.cat(full_score(policy, cut))
+    torch.testing.assert_close(torch.cat(scored(policy, cut)), expected, rtol=1e-12, atol=1e-12)
+    assert entropy > 0
+
+
+def test_drawing_stops_where_every_response_has_ended(policy):
+    uniforms = uniforms_of(RESPONSES, 0, [0], 3, 9)
+    tokens, *_ = drawn(policy, prompts_of(1), 9, uniforms)
+    ends = tuple(tokens[0, :, 1].tolist())
+    stopped, *_ = drawn(policy, prompts_of(1), 9, uniforms, 1.0, ends)
+    assert stopped.shape[-1] <= 2
+    assert torch.equal(stopped, tokens[..., : stopped.shape[-1]])
+
+
+def test_rollouts_in_parts_are_the_same(policy, monkeypatch):
+    _, (whole, _) = ragged(policy)
+    monkeypatch.setattr(rollouts_online, "MOST_TOKENS", 1)
+    sizes = []
+    honest = rollouts_online.drawn
+
+    def noted(model, prompts, *rest):
+        sizes.append(len(prompts))
+        return honest(model, prompts, *rest)
+
+    monkeypatch.setattr(rollouts_online, "drawn", noted)
+    _, (parts, _) = ragged(policy)
+    assert sizes == [1, 1, 1]
+    for one, other in zip(parts.responses, whole.responses, strict=True):
+        assert torch.equal(one.tokens, other.tokens)

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import make_task_splits
 import pytest
@@ -161,3 +162,14 @@ def test_what_does_not_fit_is_refused(ask, text):
 def test_the_frozen_splits_are_drawn_as_ever(name):
     frozen = tasks.from_rows(json.loads((fixture("tasks") / f"{name}.json").read_text()))
     assert frozen == draw(name, make_task_splits.LENGTHS, 12, seed=make_task_splits.SEED)
+
+
+def test_tasks_are_a_dataset_and_come_back(monkeypatch):
+    some = [task for name in KINDS for task in draw(name, (32, 40), 2, seed=9)]
+    made = tasks.to_dataset(some)
+    assert made.column_names == ["name", "prompt", "answer", "evidence", "distance"]
+    assert tasks.from_dataset(made) == some
+    assert tasks.from_dataset(made.filter(lambda row: row["name"] == "chain")) == some[2:4]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"datasets, which is not installed: pip install 'lsv"):
+        tasks.to_dataset(some)
