@@ -16,8 +16,11 @@ OUT = Path("lsverify-nightly")
 def nightly(
     context: typer.Context,
     suite: Annotated[
-        Path | None,
-        typer.Option(help="TOML file that says what to train; the package's nightly.toml."),
+        str | None,
+        typer.Option(
+            help="TOML file that says what to train, or smollm2: LoRA trainings of the pretrained model, hours; the package's "
+            "nightly.toml if none is named."
+        ),
     ] = None,
     out: Annotated[
         Path,
@@ -51,14 +54,15 @@ def nightly(
     from lsverify.nightly_page import write_page
     from lsverify.nightly_record import RECORD, Nightly
     from lsverify.nightly_report import show
-    from lsverify.nightly_suite import read_suite, shipped
+    from lsverify.nightly_suite import read_suite, suite_file
     from lsverify.sweeps import bar
     from lsverify.tracking_trainings import log_night
 
     tracking.check_mode(wandb)
     if quick and suite is not None:
         raise InputError(f"--quick and --suite {suite} exclude each other: leave one out")
-    chosen = read_suite(suite or shipped(quick=quick)).with_seeds(seeds)
+    spec = suite or ("quick" if quick else "nightly")
+    chosen = read_suite(suite_file(spec)).with_seeds(seeds)
     notes = report.wide_console(stderr=True)
 
     def note(text: str) -> None:

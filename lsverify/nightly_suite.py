@@ -122,9 +122,14 @@ def read_suite(file: Path) -> Suite:
         raise InputError(f"suite {str(file)!r}: {_one_line(error)}") from None
 
 
-def shipped(*, quick: bool = False) -> Path:
-    """The suite that comes with the package."""
-    return Path(__file__).parent / ("nightly_quick.toml" if quick else "nightly.toml")
+def shipped(name: str = "nightly") -> Path:
+    """A suite that comes with the package: `nightly`, `quick` or `smollm2`."""
+    return Path(__file__).parent / ("nightly.toml" if name == "nightly" else f"nightly_{name}.toml")
+
+
+def suite_file(spec: str) -> Path:
+    """The shipped suite of that name, else the file."""
+    return shipped(spec) if spec.isidentifier() and shipped(spec).is_file() else Path(spec)
 
 
 def _hash(*texts: str) -> str:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lsverify.objective import prepare, preset, token_entropy
+from lsverify.objective import prepare, preset, token_entropy, token_logp
 from lsverify.problems import Group, Problem, Response
 
 # One group, rewards 1 and 0, two tokens each: advantages of `none` are the rewards, a sequence mean divides by 2 * 2.
@@ -162,3 +162,9 @@ def test_a_weight_at_its_bound_is_not_beyond_it():
     plan = prepare(objective, problem().replace_logps(old=[f64((0.0, 0.0))] * 2))
     assert plan.clip_side(0, f64((math.log(0.5), math.log(2.0)))).tolist() == [0, 0]
     assert plan.clip_side(0, f64((math.log(0.49), math.log(2.1)))).tolist() == [-1, 1]
+
+
+def test_the_log_prob_is_at_temperature_one_unless_said():
+    logits, tokens = f64([[0.0, math.log(3)]]), torch.tensor([1])
+    assert token_logp(logits, tokens).tolist() == pytest.approx([math.log(0.75)])
+    assert float(token_logp(logits, tokens, 2.0)) < math.log(0.75)
