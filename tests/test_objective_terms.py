@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lsverify.objective import prepare, preset, token_entropy, token_logp
+from lsverify.errors import InputError
+from lsverify.objective import Scores, prepare, preset, token_entropy, token_logp
 from lsverify.problems import Group, Problem, Response
 
 # One group, rewards 1 and 0, two tokens each: advantages of `none` are the rewards, a sequence mean divides by 2 * 2.
@@ -168,3 +169,58 @@ def test_the_log_prob_is_at_temperature_one_unless_said():
     logits, tokens = f64([[0.0, math.log(3)]]), torch.tensor([1])
     assert token_logp(logits, tokens).tolist() == pytest.approx([math.log(0.75)])
     assert float(token_logp(logits, tokens, 2.0)) < math.log(0.75)
+
+
+def one(objective, **fields):
+    """The plan of the problem with fields of both responses replaced."""
+    return prepare(objective, problem().replace_responses([fields, fields]))
+
+
+def test_a_drift_of_just_the_threshold_is_kept_and_without_a_sampler_it_is_from_the_old_log_probs():
+    objective = preset("grpo", advantage="group_mean", off_policy_threshold=2.0)
+    for fields in (
+        {"sampler_logp": f64((-1.0, -2.0))},
+        {"sampler_logp": None, "old_logp": f64((-1.0, -2.0))},
+    ):
+        plan = one(objective, **fields)
+        assert float(plan.part(1, f64((-3.0, -4.0)))) != 0
+        assert float(plan.part(1, f64((-3.0, -4.0625)))) == 0
+
+
+@pytest.mark.parametrize(
+    ("member", "options", "ratio"),
+    [(0, {"epsilon_high": 1.0}, 2.0), (1, {"epsilon_low": 0.5}, 0.5), (1, {"dual_clip": 4.0}, 4.0)],
+)
+def test_a_ratio_at_the_clips_edge_is_not_cut(member, options, ratio):
+    plan = one(preset("grpo", advantage="group_mean", **options), old_logp=f64((0.0, 0.0)))
+    at, over = f64((math.log(ratio), 0.0)), f64((math.log(ratio) * (1 + 1e-9), 0.0))
+    assert plan.clip_side(member, at).tolist() == [0, 0]
+    assert plan.clip_side(member, over)[0] != 0
+
+
+def test_without_a_kl_term_no_reference_is_asked_for():
+    plan = one(preset("grpo", beta=0.0), ref_logp=None)
+    assert plan.ref_logp is None
+
+
+def test_scores_of_any_precision_are_kept_in_float64():
+    scores = Scores(ref_logp=(f64(REF).float(), f64(REF).float()))
+    plan = prepare(preset("grpo", beta=0.1), problem(), scores)
+    assert {each.dtype for each in plan.ref_logp} == {torch.float64}
+
+
+def test_a_score_that_is_not_finite_is_named_with_what_to_do():
+    line = "ref_logp of member 0 is nan at token 1, which counts; score it again, or mask the token"
+    with pytest.raises(InputError, match=f"^{line}$"):
+        prepare(
+            preset("grpo", beta=0.1), problem(), Scores(ref_logp=(f64((0.0, math.nan)), f64(REF)))
+        )
+
+
+def test_a_single_counted_token_divides_by_one():
+    response = problem(mask=(True, False)).responses[0]
+    alone = Problem(
+        groups=(Group(prompt=torch.zeros(3, dtype=torch.int64), responses=(response,)),)
+    )
+    objective = preset("grpo", ratio="none", clip="none", advantage="none")
+    assert prepare(objective, alone).denominators == (1.0,)
