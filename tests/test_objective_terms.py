@@ -224,3 +224,10 @@ def test_a_single_counted_token_divides_by_one():
     )
     objective = preset("grpo", ratio="none", clip="none", advantage="none")
     assert prepare(objective, alone).denominators == (1.0,)
+
+
+def test_all_tokens_of_the_problem_count_whatever_the_micro_batch():
+    given = problem().replace_responses([{}, {"mask": torch.tensor([True, False])}])
+    local = preset("bnpo", micro_batch=1)
+    assert prepare(local, given).denominators == (4.0, 2.0)
+    assert prepare(preset("dapo"), given).denominators == (3.0, 3.0)
